@@ -1,0 +1,146 @@
+"""Any token-in token-out sampler as a policy. History is appended, never rendered again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nestling.agent.policy import AgentTurn, ContextFullError, Trajectory
+from nestling.agent.prompt import AgentPrompt
+from nestling.core.seeds import derive_seed
+from nestling.engine.chat import Message, prompt_ids, tool_result_ids
+from nestling.engine.tokenizer import Tokenizer
+
+__all__ = ["Sampled", "TokenPolicy", "TokenSampler", "TokenSession"]
+
+_MIN_TURN_TOKENS = 2
+"""One token and the turn end."""
+
+
+class Sampled(Protocol):
+    """What a sampler returns; any object with these three fields will do."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """New tokens; the last one is the turn end when `stopped`."""
+        ...
+
+    @property
+    def logprobs(self) -> Sequence[float]:
+        """Of the sampling distribution (temperature applied), one per id."""
+        ...
+
+    @property
+    def stopped(self) -> bool:
+        """The model ended its turn; False when it was cut at `max_tokens`."""
+        ...
+
+
+class TokenSampler(Protocol):
+    """Continues token sequences."""
+
+    async def sample(
+        self, ids: Sequence[int], *, session: str, seed: int, max_tokens: int, temperature: float
+    ) -> Sampled:
+        """Continue `ids` up to the turn end or `max_tokens`.
+
+        `session` names the episode, so that a cache of earlier ids can be reused; `ids` always
+        starts with the ids of the session's previous call.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenPolicy:
+    """A model, its tokenizer and how it samples; the temperature is part of what the policy is."""
+
+    tokenizer: Tokenizer
+    sampler: TokenSampler
+    temperature: float = 0.7
+    max_turn_tokens: int = 256
+    """Tokens of one turn, the turn end included."""
+    max_total_tokens: int = 2048
+    """Prompt, turns and tool results."""
+
+    def begin(self, prompt: AgentPrompt, seed: int) -> TokenSession:
+        """A session; tool schemas are rendered into the prompt for the full style only."""
+        messages = [
+            Message(role="system", content=prompt.system),
+            Message(role="user", content=prompt.user),
+        ]
+        schemas = prompt.tool_schemas if prompt.style == "full" else None
+        return TokenSession(self, prompt_ids(self.tokenizer, messages, schemas), seed)
+
+
+class TokenSession:
+    """The growing token history of one episode."""
+
+    def __init__(self, policy: TokenPolicy, prompt: list[int], seed: int) -> None:
+        self._policy = policy
+        self._seed = seed
+        self._session = f"{seed:016x}-{len(prompt)}-{derive_seed(seed, *prompt):016x}"
+        self._prompt_len = len(prompt)
+        self._ids = list(prompt)
+        self._sampled = [False] * len(prompt)
+        self._logprobs = [0.0] * len(prompt)
+        self._num_turns = 0
+        self._turn_open = False
+        self._is_closed = False
+
+    async def act(self) -> AgentTurn:
+        """Sample one turn; raises `ContextFullError` when fewer than two tokens are left."""
+        if self._is_closed:
+            raise ContextFullError("the session is closed")
+        policy = self._policy
+        room = policy.max_total_tokens - len(self._ids)
+        if room < _MIN_TURN_TOKENS:
+            raise ContextFullError(
+                f"history has {len(self._ids)} tokens of {policy.max_total_tokens}"
+            )
+        sampled = await policy.sampler.sample(
+            list(self._ids),
+            session=self._session,
+            seed=derive_seed(self._seed, "turn", self._num_turns),
+            max_tokens=min(room, policy.max_turn_tokens),
+            temperature=policy.temperature,
+        )
+        ids, logprobs = tuple(sampled.ids), tuple(sampled.logprobs)
+        if len(ids) != len(logprobs):
+            raise ValueError(f"sampler gave {len(ids)} ids but {len(logprobs)} logprobs")
+        self._num_turns += 1
+        self._append(ids, logprobs)
+        end = policy.tokenizer.turn_end_id
+        self._turn_open = not ids or ids[-1] != end
+        text = policy.tokenizer.decode(ids if self._turn_open else ids[:-1])
+        return AgentTurn(text=text, ids=ids, logprobs=logprobs, truncated=not sampled.stopped)
+
+    async def observe(self, tool_result: str) -> None:
+        """Append the result; a turn that was cut is first closed by a turn end that was not sampled."""
+        tokenizer = self._policy.tokenizer
+        closing = [tokenizer.turn_end_id] if self._turn_open else []
+        self._append((*closing, *tool_result_ids(tokenizer, tool_result)))
+        self._turn_open = False
+
+    def close(self) -> None:
+        """No further turn is sampled."""
+        self._is_closed = True
+
+    def trajectory(self) -> Trajectory:
+        """All tokens up to the last sampled one: what was fed after it taught nothing."""
+        length = max(
+            (place + 1 for place, sampled in enumerate(self._sampled) if sampled),
+            default=self._prompt_len,
+        )
+        return Trajectory(
+            ids=tuple(self._ids[:length]),
+            sampled=tuple(self._sampled[:length]),
+            logprobs=tuple(self._logprobs[:length]),
+            prompt_len=self._prompt_len,
+            temperature=self._policy.temperature,
+        )
+
+    def _append(self, ids: tuple[int, ...], logprobs: tuple[float, ...] | None = None) -> None:
+        self._ids += ids
+        self._sampled += [logprobs is not None] * len(ids)
+        self._logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
