@@ -1,0 +1,58 @@
+"""A base model as the scorer trusts it: loaded once, and the measure of every trained copy."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from nestling.engine.checkpoint import Model, load_model
+from nestling.inner.lineage import (
+    WEIGHTS_FILE,
+    TensorSpec,
+    check_weights,
+    read_weights_file,
+    tensor_specs,
+)
+from nestling.inner.model_folder import folder_digest
+
+__all__ = ["PinnedBase"]
+
+_MAX_BASE_BYTES: Final = 16 * 1024**3
+_HEADER_ALLOWANCE_BYTES: Final = 1024**2
+
+
+class PinnedBase:
+    """Config, tokenizer and generation settings come from here, never from a trained folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.digest = folder_digest(folder)
+        self.model: Model = load_model(folder)
+        self._specs: dict[str, TensorSpec] = tensor_specs(
+            read_weights_file(folder, max_bytes=_MAX_BASE_BYTES)
+        )
+        num_numbers = self.model.weights.flat.numel()
+        self._max_bytes = 2 * 4 * num_numbers + _HEADER_ALLOWANCE_BYTES
+
+    def load_trained(self, folder: Path) -> Model:
+        """The weights of `folder` inside this base's config and tokenizer.
+
+        Raises:
+            ModelError: when they are not those of a trained copy of this base.
+        """
+        weights = read_weights_file(folder, max_bytes=self._max_bytes)
+        check_weights(weights, self._specs)
+        with tempfile.TemporaryDirectory(prefix="nestling-scored-") as name:
+            private = Path(name)
+            for path in self.folder.iterdir():
+                if path.is_file() and path.suffix != ".safetensors":
+                    shutil.copyfile(path, private / path.name)
+            (private / WEIGHTS_FILE).write_bytes(weights)
+            return load_model(private)
+
+    def delta_norm(self, model: Model) -> float:
+        """Euclidean norm of `model` minus this base, in float64."""
+        difference = model.weights.flat.double() - self.model.weights.flat.double()
+        return float(difference.norm())
