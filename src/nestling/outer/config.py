@@ -1,0 +1,85 @@
+"""Everything the outer loop may be told; the defaults run on two CPU cores."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from nestling.core.frozen import Frozen
+
+__all__ = ["HeldOutConfig", "LossKind", "OuterConfig"]
+
+LossKind = Literal["importance_sampling", "ppo_clip"]
+
+
+class HeldOutConfig(Frozen):
+    """When and how widely the agent is measured on families it is never trained on."""
+
+    every_steps: int = Field(10, ge=0)
+    """Outer steps between sweeps; 0 never sweeps while training."""
+    episodes: int = Field(8, ge=1, le=10_000)
+    """Episodes per family and arm."""
+    confidence: float = Field(0.95, gt=0.5, lt=1.0)
+    resamples: int = Field(2_000, ge=100, le=100_000)
+    """Bootstrap and permutation draws."""
+
+
+class OuterConfig(Frozen):
+    """One outer run: how many steps, of what size, with which update."""
+
+    seed: int = Field(0, ge=0)
+    """Root of every random choice of the run."""
+    steps: int = Field(5, ge=1, le=100_000)
+    groups_per_step: int = Field(1, ge=1, le=1_024)
+    """Groups in one update; each group is one task played `group_size` times."""
+    group_size: int = Field(8, ge=2, le=256)
+    """Episodes of the same task whose rewards are compared with each other."""
+    max_staleness: int = Field(1, ge=0, le=16)
+    """Updates a group may lag behind by design; 0 is strictly on-policy."""
+    over_stale: Literal["clip", "drop"] = "clip"
+    """A group staler than that: train the step with `ppo_clip`, or leave the group out."""
+    max_parallel_episodes: int = Field(16, ge=1, le=100_000)
+    """Episodes played at the same time; the rest wait in the order they were admitted."""
+    episode_timeout_s: float = Field(3_600.0, gt=0)
+    """Wall-clock limit of one episode, its job included."""
+
+    loss: LossKind = "importance_sampling"
+    clip: float = Field(0.2, gt=0, lt=1)
+    """Half width of the ratio interval of `ppo_clip`."""
+    kl_coef: float = Field(0.03, ge=0)
+    """Weight of the divergence from the initial policy, both at `temperature`."""
+    std_normalise: bool = False
+    """Divide each group's centred rewards by their standard deviation."""
+    learning_rate: float = Field(3e-4, gt=0, le=1)
+    """AdamW; 1e-4 is slow and 1e-3 unstable for the embedded agent, LoRA wants about 10x more."""
+    warmup_updates: int = Field(2, ge=0)
+    """Updates of linear warm-up."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    lora_rank: int = Field(0, ge=0, le=256)
+    """0 trains all weights."""
+
+    temperature: float = Field(0.7, gt=0, le=2)
+    """Part of the agent's definition: the same in training and in evaluation."""
+    max_turn_tokens: int = Field(512, ge=1)
+    max_total_tokens: int = Field(2_048, ge=2)
+    """Tokens of one whole episode, prompt and tool results included."""
+    held_out: HeldOutConfig = HeldOutConfig()
+
+    @model_validator(mode="after")
+    def _turn_fits_episode(self) -> OuterConfig:
+        if self.max_turn_tokens >= self.max_total_tokens:
+            raise ValueError(
+                f"max_turn_tokens={self.max_turn_tokens} must be below "
+                f"max_total_tokens={self.max_total_tokens}; lower the first or raise the second"
+            )
+        return self
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of the whole run."""
+        return self.steps * self.groups_per_step
+
+    def learning_rate_at(self, update: int) -> float:
+        """Learning rate of the update with this index, counted from 0."""
+        return self.learning_rate * min(1.0, (update + 1) / (self.warmup_updates + 1))

@@ -1,0 +1,84 @@
+"""What the outer loop asks of the run's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from pydantic import Field
+
+from nestling.core.frozen import Frozen
+from nestling.outer.batch import DeadEpisode, FinishedGroup, PlayedEpisode
+from nestling.outer.plan import EpisodePlan, GroupPlan
+from nestling.outer.step_report import StepReport
+
+__all__ = ["Progress", "RunLog"]
+
+
+class Progress(Frozen):
+    """Where a run stands after its last committed step."""
+
+    step: int = Field(ge=0)
+    """Steps committed; 0 when only the untrained learner was saved."""
+    version: int = Field(ge=0)
+    """Updates made; lower than `step` when steps were skipped."""
+    learner_ref: str
+    """What `Learner.load` takes."""
+    spent_below: int = Field(0, ge=0)
+    """All groups below this index were used by a step and are never used again."""
+    spent_beyond: tuple[int, ...] = ()
+    """The others that were, ascending."""
+
+    def is_spent(self, group: int) -> bool:
+        """Whether a step has used this group."""
+        return group < self.spent_below or group in self.spent_beyond
+
+    def spend(self, groups: Iterable[int]) -> tuple[int, tuple[int, ...]]:
+        """`spent_below` and `spent_beyond` once these groups are used too."""
+        below, beyond = self.spent_below, {*self.spent_beyond, *groups}
+        while below in beyond:
+            beyond.remove(below)
+            below += 1
+        return below, tuple(sorted(beyond))
+
+
+class RunLog(Protocol):
+    """Durable memory of one run; each writing call is one transaction and may be repeated.
+
+    Raises `StoreError` when the memory is damaged, busy for too long or full; the run then stops
+    and can be resumed.
+    """
+
+    def progress(self) -> Progress | None:
+        """The last committed state; None for a new run."""
+        ...
+
+    def finished_episodes(self, groups: Sequence[GroupPlan]) -> list[PlayedEpisode]:
+        """Episodes of these groups that finished, with their tokens."""
+        ...
+
+    def group_opened(self, group: GroupPlan) -> None:
+        """A group was admitted."""
+        ...
+
+    def episode_started(self, plan: EpisodePlan, version: int) -> None:
+        """An episode begins with weights `version`, perhaps not for the first time."""
+        ...
+
+    def episode_finished(self, episode: PlayedEpisode) -> None:
+        """An episode came to its end; from now on it is never played again."""
+        ...
+
+    def episode_died(self, episode: DeadEpisode) -> None:
+        """An episode broke down; a resumed run tries it again until a step has used its group."""
+        ...
+
+    def commit_step(
+        self, progress: Progress, report: StepReport | None, groups: Sequence[FinishedGroup]
+    ) -> None:
+        """The step is done: all three become visible together, or not at all.
+
+        `report` is None for step 0, the untrained learner. Dead episodes of `groups`, the groups
+        the step has used, stay dead from now on.
+        """
+        ...
