@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 __all__ = ["Item"]
@@ -20,3 +22,13 @@ class Item:
     """Tool calls of the shortest correct solution."""
     world: dict[str, Any] = field(default_factory=dict)
     """What the tools look up or start from."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The item as plain JSON values, fresh copies all the way down."""
+        return asdict(self)
+
+    @property
+    def identity(self) -> str:
+        """A hash of question, world and answer; two items with one identity are the same item."""
+        parts = [self.prompt, self.answer, self.world]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

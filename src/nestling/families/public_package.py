@@ -1,0 +1,47 @@
+"""The package `tools` of a workspace: the part of a family that the agent may read and import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from nestling.families.registry import get
+
+__all__ = ["public_files"]
+
+_FOLDER: Final = Path(__file__).parent / "public"
+_SHARED: Final = ("answer", "item", "rollout", "steps")
+_INIT: Final = '''"""Rows, tools and answer format of {name}. Read-only: your environment imports it.
+
+from tools import Data, State, Tools, parse_answer, sample
+
+sample(rng, lo, hi)  one `Data` row of difficulty lo..hi; the hidden eval uses {lo}..{hi}, 1..{highest} is possible
+Data                 prompt, system_prompt, answer, num_calls, world
+State                what a rollout did: see {name}_tools.py and rollout.py
+Tools                {signatures}
+parse_answer(text)   the value of a turn that is exactly `ANSWER: <value>`, else None
+"""
+
+from .answer import parse_answer
+from .{name}_tools import Data, State, Tools, sample
+
+__all__ = ["Data", "State", "Tools", "parse_answer", "sample"]
+'''
+
+
+def public_files(family: str) -> dict[str, bytes]:
+    """File name to content of the package `tools` for one family.
+
+    Raises:
+        ConfigError: there is no such family.
+    """
+    chosen = get(family)
+    files = {
+        f"{module}.py": (_FOLDER / f"{module}.py").read_bytes()
+        for module in sorted((*_SHARED, *chosen.modules))
+    }
+    lo, hi = chosen.eval_range
+    init = _INIT.format(
+        name=family, lo=lo, hi=hi, highest=chosen.highest, signatures=chosen.tool_signatures
+    )
+    return {"__init__.py": init.encode(), **files}
