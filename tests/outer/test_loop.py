@@ -1,0 +1,273 @@
+import asyncio
+import logging
+
+import numpy as np
+import pytest
+
+from nestling.core.clock import SystemClock
+from nestling.core.errors import ConfigError, FleetError, LearnerError, StoreError
+from nestling.outer.batch import DeadEpisode, PlayedEpisode
+from nestling.outer.config import HeldOutConfig, OuterConfig
+from nestling.outer.loop import train
+from nestling.outer.store_log import StoreLog
+
+FAMILIES = ["ledger", "dispatch"]
+
+
+def config(**changes):
+    given = {"seed": 3, "steps": 4, "groups_per_step": 2, "group_size": 4, "max_staleness": 0}
+    given["held_out"] = HeldOutConfig(every_steps=0, resamples=100)
+    return OuterConfig(**(given | changes))
+
+
+async def run(settings, learner, player, store, **hooks):
+    return await train(
+        settings,
+        learner=learner,
+        player=player,
+        log=StoreLog(store),
+        families=FAMILIES,
+        clock=SystemClock(),
+        **hooks,
+    )
+
+
+def finished(store):
+    return sorted(one.id for one in store.episodes.all(state="finished"))
+
+
+async def test_reward_rises_above_chance(table_learner, game_player, store):
+    learner = table_learner()
+    reports = []
+    settings = config(steps=25, group_size=8)
+    await run(settings, learner, game_player(learner), store, on_step=reports.append)
+    first, last = reports[0].summary.reward.mean, reports[-1].summary.reward.mean
+    assert first < 0.35  # one token of six pays
+    assert last > 0.6
+    assert reports[-1].version == 25
+    assert reports[-1].staleness_max == 0
+    assert StoreLog(store).reports() == reports
+
+
+async def test_dead_episode_costs_only_itself(table_learner, game_player, store, caplog):
+    learner = table_learner()
+
+    async def break_one(plan):
+        if plan.member == 1 and plan.group % 2:
+            raise RuntimeError("the machine caught fire")
+
+    seen, reports = [], []
+    player = game_player(learner, before=break_one)
+    with caplog.at_level(logging.CRITICAL, logger="nestling"):
+        await run(config(), learner, player, store, on_step=reports.append, on_episode=seen.append)
+    dead = [one for one in seen if isinstance(one, DeadEpisode)]
+    assert [report.dead_episodes for report in reports] == [1] * 4
+    assert {one.reason for one in dead} == {"RuntimeError: the machine caught fire"}
+    assert len(finished(store)) == 28
+    assert len(store.episodes.all(state="failed")) == 4
+    assert all(len({row.member for row in rows if row.group % 2}) == 3 for rows in learner.updates)
+
+
+async def test_run_stops_when_nothing_finishes_any_more(table_learner, game_player, store, caplog):
+    learner = table_learner()
+
+    async def break_all(plan):
+        raise OSError("no machine")
+
+    with pytest.raises(FleetError, match="no machine.*resume"), caplog.at_level(50):
+        await run(config(steps=9), learner, game_player(learner, before=break_all), store)
+    done = await run(config(steps=9), learner, game_player(learner), store)
+    assert done.step == 9
+
+
+async def test_slow_group_stalls_nobody_and_is_clipped_when_it_is_late(
+    table_learner, game_player, store
+):
+    learner = table_learner()
+    release = asyncio.Event()
+    reports = []
+
+    async def hold_first_group(plan):
+        if plan.group == 0:
+            await release.wait()
+
+    def on_step(report):
+        reports.append(report)
+        if report.step == 4:
+            release.set()
+
+    settings = config(steps=6, groups_per_step=1, max_staleness=1, max_parallel_episodes=64)
+    player = game_player(learner, before=hold_first_group)
+    async with asyncio.timeout(20):
+        await run(settings, learner, player, store, on_step=on_step)
+    assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6]
+    late = [report for report in reports if report.groups.over_stale]
+    assert len(late) == 1
+    assert late[0].staleness_max >= 3
+    kinds = [spec.kind for spec in learner.specs]
+    assert kinds.count("ppo_clip") == 1
+    assert len(finished(store)) == 24
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+async def test_pace_bounds_staleness(table_learner, game_player, store, max_staleness):
+    learner = table_learner()
+    reports, running, most = [], set(), []
+
+    async def before(plan):
+        running.add(plan.group)
+        most.append(len(running))
+        await asyncio.sleep(0.001 * (plan.policy_seed % 5))
+
+    def on_step(report):
+        reports.append(report)
+
+    player = game_player(learner, before=before)
+    await run(config(steps=8, max_staleness=max_staleness), learner, player, store, on_step=on_step)
+    # A group that others overtake may wait one more step than the bound, never much longer here.
+    assert max(report.staleness_max for report in reports) <= 2 * max_staleness
+    trained = sorted({row.group for rows in learner.updates for row in rows})
+    left_out = sum(report.groups.constant for report in reports)
+    assert len(trained) + left_out == 16
+
+
+async def test_constant_groups_make_no_update(table_learner, game_player, store):
+    learner = table_learner()
+    reports = []
+    player = game_player(learner, reward=lambda plan, share: share if plan.group >= 4 else 0.1)
+    done = await run(config(), learner, player, store, on_step=reports.append)
+    assert [report.skipped for report in reports] == [True, True, False, False]
+    assert [report.groups.constant for report in reports[:2]] == [2, 2]
+    assert (done.step, done.version, learner.version) == (4, 2, 2)
+    assert reports[0].update is None
+    # The warm-up counts updates, not steps.
+    assert reports[2].update.learning_rate == pytest.approx(config().learning_rate_at(0))
+
+
+async def test_resumed_run_equals_an_undisturbed_one(table_learner, game_player, store, tmp_path):
+    calm = table_learner()
+    calm.folder = tmp_path / "calm"
+    calm.folder.mkdir()
+    from nestling.store.run_store import RunStore
+
+    with RunStore(tmp_path / "calm.db") as calm_store:
+        await run(config(steps=5), calm, game_player(calm), calm_store)
+        expected = finished(calm_store)
+
+    played = []
+    for stop_after in (3, 7, 11, 18, 29, None):
+        learner, count = table_learner(), 0
+        player = game_player(learner)
+        task = None
+
+        def stop(episode, stop_after=stop_after):
+            nonlocal count
+            count += 1
+            if stop_after is not None and len(finished(store)) >= stop_after:
+                task.cancel()
+
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(run(config(steps=5), learner, player, store, on_episode=stop))
+            try:
+                await task
+            except asyncio.CancelledError:
+                assert stop_after is not None
+        played += player.played
+    assert finished(store) == expected
+    assert learner.version == calm.version
+    np.testing.assert_array_equal(learner.table, calm.table)
+
+
+async def test_finished_episodes_are_never_played_again(table_learner, game_player, store):
+    settings = config(steps=2, groups_per_step=1, max_parallel_episodes=1)
+    counts = {}
+    for _ in range(10):
+        learner = table_learner()
+        player = game_player(learner)
+
+        def stop(episode):
+            if isinstance(episode, PlayedEpisode):
+                counts[episode.plan.episode_id] = counts.get(episode.plan.episode_id, 0) + 1
+            task.cancel()
+
+        async with asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(run(settings, learner, player, store, on_episode=stop))
+            try:
+                await task
+                break
+            except asyncio.CancelledError:
+                continue
+    assert StoreLog(store).progress().step == 2
+    assert counts == dict.fromkeys(finished(store), 1)
+    assert len(counts) == 8
+
+
+async def test_learner_failure_stops_the_run_as_itself(table_learner, game_player, store):
+    learner = table_learner()
+
+    async def no_power(plan):
+        raise LearnerError("the device is gone")
+
+    with pytest.raises(LearnerError, match="device is gone"):
+        await run(config(), learner, game_player(learner, before=no_power), store)
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_hanging_episode_dies_of_its_limit(table_learner, game_player, store, caplog):
+    learner = table_learner()
+
+    async def hang(plan):
+        if plan.member == 0:
+            await asyncio.Event().wait()
+
+    reports = []
+    player = game_player(learner, before=hang)
+    with caplog.at_level(50):
+        settings = config(steps=1, episode_timeout_s=0.05)
+        await run(settings, learner, player, store, on_step=reports.append)
+    assert reports[0].dead_episodes == 2
+    reasons = [one.outcome for one in store.episodes.all(state="failed")]
+    assert reasons == ["took longer than episode_timeout_s=0.05"] * 2
+
+
+async def test_machinery_fault_is_a_death(table_learner, game_player, store, make_result, caplog):
+    learner = table_learner()
+
+    class Faulty(game_player):
+        async def play(self, plan, handle):
+            if plan.member == 0:
+                return make_result(plan, 0.0, outcome_code="runner_failed", detail="gone")
+            return await super().play(plan, handle)
+
+    reports = []
+    with caplog.at_level(50):
+        await run(config(steps=1), learner, Faulty(learner), store, on_step=reports.append)
+    assert (reports[0].episodes, reports[0].dead_episodes) == (6, 2)
+
+
+async def test_measures_the_untrained_agent_and_every_few_steps(table_learner, game_player, store):
+    learner = table_learner()
+    seen = []
+
+    async def measure(step, handle):
+        await asyncio.sleep(0.01)
+        seen.append((step, handle.version))
+
+    settings = config(steps=5, held_out=HeldOutConfig(every_steps=2, resamples=100))
+    await run(settings, learner, game_player(learner), store, measure=measure)
+    assert sorted(seen) == [(0, 0), (2, 2), (4, 4), (5, 5)]
+
+
+async def test_no_families_is_a_config_error(table_learner, game_player, store):
+    learner = table_learner()
+    with pytest.raises(ConfigError, match="training families"):
+        await train(
+            config(), learner=learner, player=game_player(learner), log=StoreLog(store),
+            families=[], clock=SystemClock(),
+        )  # fmt: skip
+
+
+async def test_damaged_progress_is_said(store):
+    store.set_meta("outer.progress", "{")
+    with pytest.raises(StoreError, match="progress"):
+        StoreLog(store).progress()
