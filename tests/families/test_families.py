@@ -1,12 +1,11 @@
 import json
 import random
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestling.families.family import Family, Item
+from nestling.families.family import Family, Item, Solution, Step
 from nestling.families.public import steps, string_pipeline
 from nestling.families.public.answer import parse_answer
 from nestling.families.registry import ALL, HELD_OUT, TRAINING, get
@@ -19,6 +18,13 @@ SEEDS = st.integers(0, 2**32)
 def items(family: Family, n: int, seed: int = 0) -> list[Item]:
     rng = random.Random(seed)
     return [family.sample(rng, *family.eval_range) for _ in range(n)]
+
+
+def next_step(solution: Solution, result: str | None) -> Step | None:
+    try:
+        return solution.send(result)
+    except StopIteration:
+        return None
 
 
 def play(family: Family, item: Item) -> tuple[str, list[str]]:
@@ -117,17 +123,13 @@ def test_corrupted_calls_and_guesses_are_well_formed(family: Family, seed: int) 
     rng = random.Random(seed)
     item = family.sample(rng, *family.eval_range)
     state, solution = family.start(item), family.solve(item)
-    step: tuple[str, str, dict[str, Any]] | None = next(solution)
+    step: Step | None = next(solution)
     while step is not None:
         _, name, arguments = step
         wrong_name, wrong = family.corrupt(item, rng, name, dict(arguments))
         assert steps.read_call(family.rules.SIGNATURES, wrong_name, wrong) is not None
         result = family.call(item, state, wrong_name, wrong)
-        try:
-            step = solution.send(rng.choice([None, result if result != steps.BAD_CALL else None]))
-        except StopIteration as end:
-            assert isinstance(end.value, str)
-            step = None
+        step = next_step(solution, rng.choice([None, None if result == steps.BAD_CALL else result]))
     assert parse_answer(f"ANSWER: {family.guess(item, rng)}")
 
 

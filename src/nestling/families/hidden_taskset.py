@@ -12,7 +12,7 @@ from typing import Any
 
 import verifiers.v1 as vf
 
-from nestling.families.public.item import Item
+from nestling.families.family import Family, Item
 from nestling.families.registry import get
 
 __all__ = ["hidden_taskset"]
@@ -30,14 +30,14 @@ class _TasksetConfig(vf.TasksetConfig):
     task: _TaskConfig = _TaskConfig()
 
 
-def hidden_taskset(family: str, items: Sequence[Item]) -> vf.Taskset[Any, Any]:
+def hidden_taskset(family: str | Family, items: Sequence[Item]) -> vf.Taskset[Any, Any]:
     """A taskset over `items` in their order; its only reward, `correct`, equals `Family.grade`.
 
     Raises:
         ConfigError: there is no such family.
     """
     chosen = get(family)
-    tools = importlib.import_module(f"nestling.families.public.{family}_tools")
+    tools = importlib.import_module(f"nestling.families.public.{chosen.name}_tools")
     by_index = list(items)
 
     class HiddenTask(vf.Task[tools.Data, tools.State, _TaskConfig]):  # type: ignore[name-defined]
@@ -57,7 +57,7 @@ def hidden_taskset(family: str, items: Sequence[Item]) -> vf.Taskset[Any, Any]:
 
         def load(self) -> Iterator[HiddenTask]:
             for index, item in enumerate(by_index):
-                data = tools.Data(id=f"{family}-{index}", **item.to_dict())
+                data = tools.Data(id=f"{chosen.name}-{index}", **item.to_dict())
                 yield HiddenTask(data, self.config.task)
 
-    return HiddenTaskset(_TasksetConfig(id=f"hidden_{family}"))
+    return HiddenTaskset(_TasksetConfig(id=f"hidden_{chosen.name}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from nestling.families.family import Family
 from nestling.families.registry import get
 
 __all__ = ["public_files"]
@@ -29,7 +30,7 @@ __all__ = ["Data", "State", "Tools", "parse_answer", "sample"]
 '''
 
 
-def public_files(family: str) -> dict[str, bytes]:
+def public_files(family: str | Family) -> dict[str, bytes]:
     """File name to content of the package `tools` for one family.
 
     Raises:
@@ -42,6 +43,6 @@ def public_files(family: str) -> dict[str, bytes]:
     }
     lo, hi = chosen.eval_range
     init = _INIT.format(
-        name=family, lo=lo, hi=hi, highest=chosen.highest, signatures=chosen.tool_signatures
+        name=chosen.name, lo=lo, hi=hi, highest=chosen.highest, signatures=chosen.tool_signatures
     )
     return {"__init__.py": init.encode(), **files}

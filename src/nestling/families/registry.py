@@ -32,12 +32,14 @@ HELD_OUT: Final[tuple[str, ...]] = tuple(f.name for f in _FAMILIES if f.held_out
 """Families that only ever test the agent."""
 
 
-def get(name: str) -> Family:
-    """The family of that name.
+def get(name: str | Family) -> Family:
+    """The family of that name; a family is returned as it is.
 
     Raises:
         ConfigError: there is none.
     """
+    if not isinstance(name, str):
+        return name
     for family in _FAMILIES:
         if family.name == name:
             return family
