@@ -51,6 +51,12 @@ class CallRequest:
     """The model's whole turn, as sampled."""
     name: str
     arguments: dict[str, Any]
+    malformed: str | None = None
+    """Why the turn is no proper call; nothing is called and the answer says so."""
+    prompt_tokens: int = 0
+    """Tokens the model had read before this turn."""
+    completion_tokens: int = 0
+    """Tokens of this turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +66,8 @@ class FinalRequest:
     rollout_id: int
     text: str
     stop: StopReason
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +77,7 @@ class ScoreRecord:
     reward: float
     """Weighted sum; finite."""
     rewards: dict[str, float] = field(default_factory=dict)
+    """What each reward function added, its weight included."""
     metrics: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     """Why scoring failed; the reward is then 0.0."""
@@ -89,8 +98,11 @@ class RolloutEnv(Protocol):
         """Start one rollout per entry; the same row may appear many times."""
         ...
 
-    def step(self, calls: Sequence[CallRequest]) -> list[str]:
-        """Run tool calls, each in its own rollout's state; tool errors come back as text."""
+    def step(self, calls: Sequence[CallRequest]) -> list[str | None]:
+        """Run tool calls, each in its own rollout's state; tool errors come back as text.
+
+        None where the task's own stop condition ends the rollout: score it with an empty text.
+        """
         ...
 
     def score(self, finals: Sequence[FinalRequest]) -> list[ScoreRecord]:
