@@ -157,14 +157,12 @@ def test_oversize_write_and_growth_by_edit_are_refused(tmp_path: Path) -> None:
 
 def test_ten_thousand_files_stop_at_the_cap(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w", STARTING, WorkspaceLimits(max_files=20))
-    refused = 0
-    for index in range(10_000):
-        try:
+    room = 20 - len(STARTING)
+    for index in range(room):
+        workspace.write(f"data/f{index}.txt", "x")
+    for index in range(room, 10_000):
+        with pytest.raises(WorkspaceError, match="too many files"):
             workspace.write(f"data/f{index}.txt", "x")
-        except WorkspaceError as error:
-            assert "too many files" in str(error)
-            refused += 1
-    assert refused == 10_000 - (20 - len(STARTING))
     assert len(workspace.paths()) == 20
 
 
@@ -180,12 +178,12 @@ def test_ten_thousand_planted_files_neither_slow_nor_flood(tmp_path: Path) -> No
 
 def test_failed_write_keeps_the_old_text(workspace: Workspace, tmp_path: Path) -> None:
     workspace.write("job.toml", "old")
-    descriptors = os.listdir("/proc/self/fd")
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
     (workspace.root / ".nestling-write").mkdir()  # the scratch file cannot be opened
     with pytest.raises(WorkspaceError, match="the old text is kept"):
         workspace.write("job.toml", "new")
     assert workspace.read("job.toml") == "old"
-    assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
 
 
 def test_edit_replaces_what_occurs_once(workspace: Workspace) -> None:
@@ -217,14 +215,29 @@ def test_edit_counts_overlapping_occurrences(workspace: Workspace) -> None:
 
 
 def test_edit_of_a_missing_or_read_only_file_is_refused(workspace: Workspace) -> None:
-    with pytest.raises(WorkspaceError, match="no such file job.toml"):
+    with pytest.raises(WorkspaceError, match=r"no such file job\.toml"):
         workspace.edit("job.toml", "a", "b")
     with pytest.raises(WorkspaceError, match="read-only"):
         workspace.edit("TASK.md", "what", "that")
 
 
 PIECES = st.sampled_from(
-    ["..", ".", "", "environment", "data", "job.toml", "/", "\\", "~", "\x00", "link", "a", "A", "é"]
+    [
+        "..",
+        ".",
+        "",
+        "environment",
+        "data",
+        "job.toml",
+        "/",
+        "\\",
+        "~",
+        "\x00",
+        "link",
+        "a",
+        "A",
+        "é",
+    ]
 )
 PATHS = st.one_of(
     st.text(max_size=40), st.lists(st.one_of(PIECES, st.text(max_size=4)), max_size=6).map("/".join)

@@ -8,11 +8,10 @@ from nestling.agent.prompt import PromptRules, document_files
 from nestling.core.seeds import stream
 from nestling.families.family import Family, Item
 from nestling.families.splits import dev_items
-from nestling.jobs.template import RANGE_GAP, REWARDS_GAP, starting_files
+from nestling.jobs.template import RANGE_GAP, REWARDS_GAP, TASKSET_PATH, starting_files
 
-__all__ = ["TASKSET_PATH", "episode_examples", "template_gaps", "workspace_files"]
+__all__ = ["episode_examples", "template_gaps", "workspace_files"]
 
-TASKSET_PATH = "environment/taskset.py"
 _NUM_DEV_ITEMS = 64
 """Pool from which an episode's examples are drawn."""
 

@@ -15,11 +15,16 @@ from typing import Final
 from nestling.agent.policy import AgentTurn, Trajectory
 from nestling.agent.prompt import AgentPrompt
 from nestling.agent.rubrics import RUBRICS, render_rubric
-from nestling.agent.starting_files import TASKSET_PATH
 from nestling.engine.chat import render_call
 from nestling.families.registry import get as get_family
 from nestling.jobs.bounds import SMALL, Bounds, Key, number
-from nestling.jobs.template import RANGE_GAP, REWARDS_GAP
+from nestling.jobs.template import (
+    EXACT_REWARD,
+    RANGE_GAP,
+    REWARDS_GAP,
+    TASKSET_PATH,
+    template_files,
+)
 
 __all__ = ["SCRIPTED", "Script", "ScriptedPolicy", "scripted"]
 
@@ -28,8 +33,8 @@ Script = Callable[[AgentPrompt, random.Random, Bounds], Generator[str, str, None
 
 _ACCEPTED: Final = "accepted"
 _GIVE_UP: Final = "I stop here."
-_TEMPLATE_SETTINGS: Final = {"lr": "3e-4", "max_steps": "10", "batch_size": "64", "group_size": "8"}
-_ORACLE_SETTINGS: Final = {"lr": "1e-3", "max_steps": "16", "batch_size": "64", "group_size": "8"}
+_BEST_LR: Final = {"nano": "3e-4"}
+"""Where 1e-3 is too high."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,29 +72,40 @@ class _ScriptedSession:
         return None
 
 
-def noop(prompt: AgentPrompt, rng: random.Random, bounds: Bounds) -> Generator[str, str, None]:
+def noop(
+    prompt: AgentPrompt,
+    rng: random.Random,  # noqa: ARG001
+    bounds: Bounds,
+) -> Generator[str, str, None]:
     """A valid job on the better base that trains next to nothing: one step of the smallest size."""
     base = _best_base((yield _call("get_baseline_scores")), bounds)
-    settings = {
-        "lr": _lowest("lr", bounds),
-        "max_steps": _lowest("max_steps", bounds),
-        "batch_size": _lowest("batch_size", bounds),
-        "group_size": _lowest("group_size", bounds),
-    }
-    yield from _first_job(prompt, base, settings, _exact(rng))
+    smallest = ("lr", "max_steps", "batch_size", "group_size")
+    yield from _fill(prompt, EXACT_REWARD)
+    yield _write_manifest(base, {name: _lowest(name, bounds) for name in smallest})
     yield _call("submit_job")
 
 
-def template(prompt: AgentPrompt, rng: random.Random, bounds: Bounds) -> Generator[str, str, None]:
-    """The job a careful person would write without looking: solid settings, the exact rubric."""
-    yield from _first_job(prompt, bounds.base_models[-1], _TEMPLATE_SETTINGS, _exact(rng))
+def template(
+    prompt: AgentPrompt,
+    rng: random.Random,  # noqa: ARG001 (a script's signature)
+    bounds: Bounds,  # noqa: ARG001
+) -> Generator[str, str, None]:
+    """The family's worked job as a careful person would write it."""
+    yield from _fill(prompt, EXACT_REWARD)
+    yield _call("write_file", path="job.toml", content=template_files(prompt.family)["job.toml"])
     yield _call("submit_job")
 
 
-def oracle(prompt: AgentPrompt, rng: random.Random, bounds: Bounds) -> Generator[str, str, None]:
-    """The best job known: the better base, a high learning rate, the whole budget."""
+def oracle(
+    prompt: AgentPrompt,
+    rng: random.Random,  # noqa: ARG001
+    bounds: Bounds,
+) -> Generator[str, str, None]:
+    """The best job known: the better base, the highest stable learning rate, the whole budget."""
     base = _best_base((yield _call("get_baseline_scores")), bounds)
-    yield from _first_job(prompt, base, _ORACLE_SETTINGS, _exact(rng))
+    settings = {"lr": _BEST_LR.get(base, "1e-3"), "max_steps": "16", "batch_size": "64"}
+    yield from _fill(prompt, EXACT_REWARD)
+    yield _write_manifest(base, settings | {"group_size": "8"})
     yield _call("submit_job")
 
 
@@ -99,9 +115,8 @@ def random_job(
     """Any base, any allowed settings, any rubric the probe lets pass; submits until accepted."""
     rubric = rng.choice([rubric for rubric in RUBRICS.values() if not rubric.is_refused])
     base, settings = rng.choice(bounds.base_models), _random_settings(rng, bounds)
-    yield from _first_job(
-        prompt, base, settings, render_rubric(rubric, rng), span=_random_span(rng)
-    )
+    yield from _fill(prompt, render_rubric(rubric, rng), span=_random_span(rng))
+    yield _write_manifest(base, settings)
     while (yield _call("submit_job")) != _ACCEPTED:
         base, settings = rng.choice(bounds.base_models), _random_settings(rng, bounds)
         yield _write_manifest(base, settings)
@@ -121,29 +136,19 @@ def scripted(name: str, bounds: Bounds = SMALL) -> ScriptedPolicy:
     return ScriptedPolicy(name=name, script=SCRIPTED[name], bounds=bounds)
 
 
-def _first_job(
-    prompt: AgentPrompt,
-    base: str,
-    settings: dict[str, str],
-    rewards: str,
-    *,
-    span: str | None = None,
+def _fill(
+    prompt: AgentPrompt, rewards: str, *, span: str | None = None
 ) -> Generator[str, str, None]:
-    """Fill the template's gaps and write job.toml; the default range is the hidden eval's."""
+    """Fill the template's two gaps; the default range is the hidden eval's."""
     lo, hi = get_family(prompt.family).eval_range
     yield _edit(RANGE_GAP, span or f"{lo}, {hi}")
     yield _edit(REWARDS_GAP, rewards)
-    yield _write_manifest(base, settings)
 
 
 def _write_manifest(base: str, settings: dict[str, str]) -> str:
     lines = [f'base_model = "{base}"', "", "[prime_rl]"]
     lines += [f"{key} = {value}" for key, value in settings.items()]
     return _call("write_file", path="job.toml", content="\n".join(lines) + "\n")
-
-
-def _exact(rng: random.Random) -> str:
-    return render_rubric(RUBRICS["exact"], rng)
 
 
 def _best_base(scores: str, bounds: Bounds) -> str:
