@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -24,7 +25,7 @@ def test_compact_prompt_is_short_and_complete(name: str) -> None:
     assert all(tool in prompt.system for tool in TOOL_NAMES)
     assert f"family: {name}" in prompt.user
     assert family.spec in prompt.user
-    assert family.tool_signatures in prompt.user
+    assert re.sub(": [a-z]+", "", family.tool_signatures) in prompt.user
     assert "lr 1e-5..3e-3" in prompt.user
     assert "max_steps*batch_size <= 1024" in prompt.user
     assert RANGE_GAP in prompt.user

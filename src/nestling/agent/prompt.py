@@ -6,6 +6,7 @@ schemas, all rules, the reward explained from its weights. Both get the same fol
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -88,13 +89,18 @@ def _compact(
     lines = [
         f"family: {family.name}",
         family.spec,
-        f"tools: {family.tool_signatures}",
+        f"tools: {_without_types(family.tool_signatures)}",
         bounds_line(rules.bounds),
         gaps,
         f"{rules.weights.max_attempts} submissions.",
         *_example_lines(examples),
     ]
     return system, "\n".join(line for line in lines if line)
+
+
+def _without_types(signatures: str) -> str:
+    """`f(a: str)` as `f(a)`: tiny models learn the types from examples and pay for every token."""
+    return re.sub(r": \w+", "", signatures)
 
 
 def _full(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from nestling.agent.prompt import PromptRules, document_files
 from nestling.core.seeds import stream
@@ -13,7 +14,7 @@ from nestling.jobs.template import RANGE_GAP, REWARDS_GAP, TASKSET_PATH, startin
 __all__ = ["episode_examples", "template_gaps", "workspace_files"]
 
 _NUM_DEV_ITEMS = 64
-"""Pool from which an episode's examples are drawn."""
+"""Pool from which an episode's examples are drawn; also the most a prompt can show."""
 
 
 def workspace_files(family: Family, examples: Sequence[Item], rules: PromptRules) -> dict[str, str]:
@@ -23,10 +24,14 @@ def workspace_files(family: Family, examples: Sequence[Item], rules: PromptRules
 
 def episode_examples(family: Family, task_seed: int, num_examples: int) -> list[Item]:
     """Dev items of one task; the same for all episodes of a group."""
-    pool = dev_items(family.name, max(_NUM_DEV_ITEMS, num_examples))
-    return stream(task_seed, "examples").sample(pool, num_examples)
+    return stream(task_seed, "examples").sample(_dev_pool(family.name), num_examples)
 
 
 def template_gaps() -> str:
     """What the template leaves open, in one line."""
     return f"files: {TASKSET_PATH} (template: fill {RANGE_GAP}, {REWARDS_GAP.strip()}); write job.toml."
+
+
+@lru_cache(maxsize=32)
+def _dev_pool(family: str) -> tuple[Item, ...]:
+    return tuple(dev_items(family, _NUM_DEV_ITEMS))
