@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from nestling.core.errors import ConfigError
 from nestling.core.frozen import Frozen
-from nestling.families.splits import Split
+from nestling.families.splits import HiddenSplit
 from nestling.inner.model_folder import folder_digest
 from nestling.inner.scorer import Scorer
 from nestling.inner.statistics import Interval, mean_interval
@@ -34,7 +34,7 @@ class Baseline(Frozen):
     base: str
     base_digest: str
     family: str
-    split: Split
+    split: HiddenSplit
     n: int
     commitment: str
     fingerprint: str
@@ -69,10 +69,10 @@ class Baselines:
         self._scorer = scorer
         self._bases = dict(bases)
         self._folder = (folder or state_folder()) / "baselines"
-        self._loaded: dict[tuple[str, str, Split, int], Baseline] = {}
+        self._loaded: dict[tuple[str, str, HiddenSplit, int], Baseline] = {}
         self._digests: dict[str, str] = {}
 
-    def get(self, base: str, family: str, split: Split, n: int) -> Baseline:
+    def get(self, base: str, family: str, split: HiddenSplit, n: int) -> Baseline:
         """The baseline of one base.
 
         Raises:
@@ -84,20 +84,20 @@ class Baselines:
             self._loaded[key] = self._stored_or_computed(*key)
         return self._loaded[key]
 
-    def best_base(self, family: str, split: Split, n: int) -> Baseline:
+    def best_base(self, family: str, split: HiddenSplit, n: int) -> Baseline:
         """The untrained base with the highest score; the first in name order on a tie."""
         return max(
             (self.get(base, family, split, n) for base in sorted(self._bases)),
             key=lambda baseline: baseline.mean,
         )
 
-    def table(self, families: tuple[str, ...], split: Split, n: int) -> list[Baseline]:
+    def table(self, families: tuple[str, ...], split: HiddenSplit, n: int) -> list[Baseline]:
         """Every base on every given family."""
         return [
             self.get(base, family, split, n) for family in families for base in sorted(self._bases)
         ]
 
-    def _stored_or_computed(self, base: str, family: str, split: Split, n: int) -> Baseline:
+    def _stored_or_computed(self, base: str, family: str, split: HiddenSplit, n: int) -> Baseline:
         if base not in self._bases:
             raise ConfigError(f"no base model {base!r}; expected one of {sorted(self._bases)}")
         if base not in self._digests:
@@ -112,7 +112,7 @@ class Baselines:
             return _read(path) or self._compute(path, base, digest, family, split, n)
 
     def _compute(
-        self, path: Path, base: str, digest: str, family: str, split: Split, n: int
+        self, path: Path, base: str, digest: str, family: str, split: HiddenSplit, n: int
     ) -> Baseline:
         score = self._scorer.score(self._bases[base], base=base, family=family, split=split, n=n)
         if score.base_digest != digest or score.delta_norm != 0.0:

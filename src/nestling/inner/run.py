@@ -15,12 +15,12 @@ from typing import Final
 from nestling.core.clock import Clock, SystemClock
 from nestling.core.errors import JailError, JobFailedError, JobRejectedError
 from nestling.core.seeds import derive_seed
-from nestling.families.splits import Split
+from nestling.families.splits import HiddenSplit
 from nestling.inner.baselines import Baseline, Baselines
 from nestling.inner.cpu_time import CpuMeter
 from nestling.inner.scorer import Score, Scorer
 from nestling.inner.statistics import Interval, paired_difference
-from nestling.inner.trainer import StageLimits, StepLog, Trainer, TrainRequest, TrainResult
+from nestling.inner.trainer import StepLog, Trainer, TrainLimits, TrainRequest, TrainResult
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.manifest import JobManifest
 from nestling.jobs.outcome import Outcome, OutcomeStatus, StepRecord
@@ -28,7 +28,7 @@ from nestling.jobs.outcome import Outcome, OutcomeStatus, StepRecord
 __all__ = ["InnerContext", "run_job"]
 
 _TIMEOUTS: Final = frozenset(
-    {"train.timeout", "env.timeout", "scorer.timeout", "scorer.start_timeout"}
+    {"train.timeout", "env.deadline", "scorer.timeout", "scorer.start_timeout"}
 )
 _DELTA_NORM_TOLERANCE: Final = 1e-3
 """Relative; the trainer sums in float32, the scorer in float64."""
@@ -49,12 +49,12 @@ class InnerContext:
     """False: a trained model is removed once it is scored."""
     n: int = 200
     """Hidden items per scoring."""
-    split: Split = "b"
+    split: HiddenSplit = "b"
     seed: int = 0
     """Root of the training seeds; the job's hash is mixed in, so a job repeats exactly."""
     usd_per_hour: float = 0.0
     """Price of one processor hour."""
-    limits: StageLimits = field(default_factory=StageLimits)
+    limits: TrainLimits = field(default_factory=TrainLimits)
     clock: Clock = field(default_factory=SystemClock)
 
 
@@ -73,7 +73,7 @@ def run_job(bundle: Bundle, family: str, context: InnerContext, log: StepLog) ->
     except JobFailedError as error:
         return run.failed(error.reason, error.detail)
     except JailError as error:
-        return run.failed(f"env.{error.reason.removeprefix('env.')}", error.detail)
+        return run.failed(error.reason, error.detail)
     except JobRejectedError as error:
         return run.failed("job.rejected", str(error))
     finally:

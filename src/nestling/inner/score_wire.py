@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, TypeAdapter
 
 from nestling.core.frozen import Frozen
-from nestling.families.splits import Split
+from nestling.families.splits import HiddenSplit
 
 __all__ = [
     "MAX_LINE_BYTES",
@@ -41,7 +41,7 @@ class ScoreRequest(Frozen):
     model_folder: str
     base: str
     family: str
-    split: Split
+    split: HiddenSplit
     n: int = Field(ge=1, le=10_000)
 
 

@@ -15,15 +15,15 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import BinaryIO, get_args
+from typing import BinaryIO
 
-from nestling.core.errors import ModelError
+from nestling.core.errors import ConfigError, ModelError
 from nestling.core.seeds import derive_seed
 from nestling.engine.checkpoint import Model
 from nestling.engine.sampler import SamplingParams
 from nestling.families import registry
 from nestling.families.hidden_taskset import hidden_taskset
-from nestling.families.splits import EvalSecret, Split, commitment, hidden_items
+from nestling.families.splits import HIDDEN, EvalSecret, commitment, hidden_items
 from nestling.inner.eval_settings import EVAL_SETTINGS
 from nestling.inner.pinned_base import PinnedBase
 from nestling.inner.score_wire import (
@@ -48,7 +48,11 @@ def main() -> None:
     start = REQUEST.validate_json(requests.readline(MAX_LINE_BYTES))
     if not isinstance(start, Start):
         raise SystemExit("the first line must be a start message")
-    scoring = _Scoring(start)
+    try:
+        scoring = _Scoring(start)
+    except ConfigError as error:
+        _send(replies, Refused(reason="scorer.config", detail=str(error)))
+        return
     _send(replies, scoring.ready())
     while line := requests.readline(MAX_LINE_BYTES):
         request = REQUEST.validate_json(line)
@@ -58,6 +62,8 @@ def main() -> None:
             reply: ScoreReply | Refused = scoring.score(request)
         except ModelError as error:
             reply = Refused(reason="scorer.refused", detail=str(error)[:2000])
+        except ConfigError as error:
+            reply = Refused(reason="scorer.config", detail=str(error)[:2000])
         _send(replies, reply)
 
 
@@ -73,7 +79,7 @@ class _Scoring:
         """What the parent may know."""
         return Ready(
             fingerprint=_fingerprint(),
-            commitments={split: commitment(self._secret, split) for split in get_args(Split)},
+            commitments={split: commitment(self._secret, split) for split in HIDDEN},
             cpu_s=time.process_time(),
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from nestling.families.splits import Split
+from nestling.families.splits import HiddenSplit
 
 __all__ = ["Score", "Scorer"]
 
@@ -44,17 +44,20 @@ class Scorer(Protocol):
         """Changes with anything of ours that may change a score: code, settings, libraries."""
         ...
 
-    def commitment(self, split: Split) -> str:
+    def commitment(self, split: HiddenSplit) -> str:
         """Public commitment to the hidden items of a split; says nothing about them."""
         ...
 
-    def score(self, model_folder: Path, *, base: str, family: str, split: Split, n: int) -> Score:
+    def score(
+        self, model_folder: Path, *, base: str, family: str, split: HiddenSplit, n: int
+    ) -> Score:
         """Play the first n hidden items with the weights in `model_folder`.
 
         Tokenizer, chat markup and generation settings are those of the pinned base named `base`.
         Passing the base's own folder scores it untrained.
 
         Raises:
+            ConfigError: unknown family or base, or a secret that cannot be used.
             JobFailedError: `scorer.refused` (the weights are not those of a trained copy of the
                 base), `scorer.timeout`, `scorer.died` (twice on the same request).
         """

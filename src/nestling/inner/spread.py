@@ -53,15 +53,16 @@ class SpreadRow(Frozen):
 
 
 def reference_jobs(
-    template: Bundle, *, base: str, small_base: str, format_reward: Bundle | None = None
+    template: Bundle, *, base: str, small_base: str, rubrics: Mapping[str, Bundle] | None = None
 ) -> list[ReferenceJob]:
-    """The human template, four ways to do worse, and doing nothing.
+    """The human template, ways to do worse, and doing nothing.
 
     Args:
         template: the worked job of one family.
         base: the stronger base model.
         small_base: the weaker one.
-        format_reward: the template with a rubric that pays mostly for the form of the answer.
+        rubrics: the template with other rubrics, by name, for example one that pays mostly for
+            the form of the answer.
     """
     good = with_settings(template, base_model=base)
     jobs = [
@@ -82,9 +83,8 @@ def reference_jobs(
         ),
         ReferenceJob(name="small_base", bundle=with_settings(template, base_model=small_base)),
     ]
-    if format_reward is not None:
-        bundle = with_settings(format_reward, base_model=base)
-        jobs.append(ReferenceJob(name="format_reward", bundle=bundle))
+    for name, bundle in (rubrics or {}).items():
+        jobs.append(ReferenceJob(name=name, bundle=with_settings(bundle, base_model=base)))
     return [*jobs, ReferenceJob(name="noop", bundle=None)]
 
 

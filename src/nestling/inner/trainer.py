@@ -11,22 +11,18 @@ from nestling.jobs.bundle import Bundle
 from nestling.jobs.manifest import JobManifest
 from nestling.jobs.outcome import StepRecord
 
-__all__ = ["StageLimits", "StepLog", "TrainRequest", "TrainResult", "Trainer"]
+__all__ = ["StepLog", "TrainLimits", "TrainRequest", "TrainResult", "Trainer"]
 
 StepLog = Callable[[StepRecord], None]
 """Called once after every training step, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageLimits:
-    """Wall-clock limits of one job, one per stage."""
+class TrainLimits:
+    """Wall-clock limits of the training stage; the scorer and the jail have their own."""
 
-    train_wall_s: float = 300.0
+    wall_s: float = 300.0
     """From opening the environment to the saved model."""
-    score_wall_s: float = 120.0
-    """One scoring of one model, without the start of the scorer."""
-    env_start_wall_s: float = 60.0
-    """From starting the env worker to its first answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +39,7 @@ class TrainRequest:
     """Where the trained model is written; created when missing."""
     seed: int
     """Root of every random choice of this run."""
-    limits: StageLimits = field(default_factory=StageLimits)
+    limits: TrainLimits = field(default_factory=TrainLimits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ from typing import IO, Final, TypeVar
 from pydantic import ValidationError
 
 from nestling.core.clock import Clock, SystemClock
-from nestling.core.errors import JobFailedError
-from nestling.families.splits import Split
+from nestling.core.errors import ConfigError, JobFailedError, NestlingError
+from nestling.families.splits import HiddenSplit
 from nestling.inner.score_wire import (
     MAX_LINE_BYTES,
     REPLY,
@@ -71,12 +71,14 @@ class EmbeddedScorer:
         with self._lock:
             return self._retried(self._ready).fingerprint
 
-    def commitment(self, split: Split) -> str:
+    def commitment(self, split: HiddenSplit) -> str:
         """Waits until the process is ready."""
         with self._lock:
             return self._retried(self._ready).commitments[split]
 
-    def score(self, model_folder: Path, *, base: str, family: str, split: Split, n: int) -> Score:
+    def score(
+        self, model_folder: Path, *, base: str, family: str, split: HiddenSplit, n: int
+    ) -> Score:
         """See `Scorer.score`; a death of the process is retried once on a new one."""
         request = ScoreRequest(
             model_folder=str(model_folder.absolute()), base=base, family=family, split=split, n=n
@@ -84,7 +86,7 @@ class EmbeddedScorer:
         with self._lock:
             reply = self._retried(lambda: self._ask(request))
         if isinstance(reply, Refused):
-            raise JobFailedError(reply.reason, reply.detail)
+            raise _error_of(reply)
         if not isinstance(reply, ScoreReply) or len(reply.correct) != n:
             raise JobFailedError("scorer.protocol", f"unexpected reply of kind {reply.kind!r}")
         return Score(
@@ -139,6 +141,8 @@ class EmbeddedScorer:
                 raise
             if not isinstance(reply, Ready):
                 self._stop()
+                if isinstance(reply, Refused):
+                    raise _error_of(reply)
                 raise JobFailedError("scorer.protocol", "the first reply is not `ready`")
             process.ready = reply
         return process.ready
@@ -154,6 +158,13 @@ class EmbeddedScorer:
         if self._process is not None:
             self._process.stop()
             self._process = None
+
+
+def _error_of(reply: Refused) -> NestlingError:
+    """A wrong set-up is the operator's to fix, everything else is the job's."""
+    if reply.reason == "scorer.config":
+        return ConfigError(reply.detail)
+    return JobFailedError(reply.reason, reply.detail)
 
 
 class _DiedError(Exception):

@@ -1,8 +1,8 @@
 """GRPO on our own engine: play, score by the job's rubric, compare within groups, update.
 
-Every `[prime_rl]` key keeps its meaning (`jobs.bounds`). Rollouts always come from the weights
-that are updated with them, so the staleness that `max_off_policy_steps` limits is zero here, and
-`enable_thinking` has nothing to switch because our chat markup has no thinking part.
+Every `[prime_rl]` key keeps its meaning (`jobs.bounds`, `inner.train_settings`). Rollouts always
+come from the weights that are updated with them, so the staleness that `max_off_policy_steps`
+limits is zero here, and `enable_thinking` has nothing to switch: our chat markup has no thinking.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,43 +19,54 @@ from nestling.core.errors import JailError, JobFailedError
 from nestling.core.seeds import derive_seed, stream
 from nestling.engine.checkpoint import Model, load_model, save_model
 from nestling.engine.learn import PolicyTrainer, TrainRow
+from nestling.families.public_package import public_files
 from nestling.inner.cpu_time import CpuMeter
 from nestling.inner.row_sampler import RowSampler
 from nestling.inner.timed_env import Deadline, TimedEnv
-from nestling.inner.train_settings import TrainSettings
+from nestling.inner.train_settings import Grouping, learner_for, rate_at, sampling_for
 from nestling.inner.trainer import StepLog, TrainRequest, TrainResult
-from nestling.jobs.env_client import open_env
+from nestling.jobs.env_client import EnvStarter, JailedEnv, open_env
+from nestling.jobs.jail import Jail, JailLimits
 from nestling.jobs.outcome import StepRecord
 from nestling.jobs.rollout_env import RolloutEnv
 from nestling.jobs.rollouts import EnvRollout, play_env
 
-__all__ = ["EmbeddedTrainer"]
+__all__ = ["MAX_ROWS", "EmbeddedTrainer"]
 
 MAX_ROWS = 1024
-"""Rows of a data set that are used; a job never starts more rollouts than this."""
+"""Rows of the data set that are used; no job may start more rollouts than this."""
 
 
 class EmbeddedTrainer:
-    """Trains in this process; the job's code runs in the jailed env worker only."""
+    """Trains in this process; the job's code runs in a jailed child only."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        jail: Jail,
+        starter: EnvStarter | None = None,
+        env_limits: JailLimits | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._jail = jail
+        self._starter = starter
+        self._env_limits = env_limits or JailLimits()
         self._clock = clock or SystemClock()
 
     def train(self, request: TrainRequest, log: StepLog) -> TrainResult:
         """See `Trainer.train`."""
         meter = CpuMeter()
-        deadline = Deadline(self._clock, request.limits.train_wall_s, "train.timeout")
+        deadline = Deadline(self._clock, request.limits.wall_s, "train.timeout")
         model = load_model(request.base_folder)
         base = model.weights.clone()
         try:
-            with closing(open_env(request.bundle, request.family)) as env:
+            with closing(self._open_env(request)) as env:
                 steps = _Course(request, model, TimedEnv(env, deadline), deadline).run(log)
         except JailError as error:
-            reason = f"env.{error.reason.removeprefix('env.')}"
-            raise JobFailedError(reason, error.detail) from error
+            raise JobFailedError(env_reason(error), error.detail) from error
         trained = model.weights if model.lora is None else model.lora.merged(model.weights)
         if not bool(trained.flat.isfinite().all()):
-            raise JobFailedError("train.diverged", "weights are not finite; lower lr")
+            raise JobFailedError("train.diverged", _DIVERGED)
         save_model(request.out_folder, model)
         difference = trained.flat.double() - base.flat.double()
         return TrainResult(
@@ -66,6 +78,29 @@ class EmbeddedTrainer:
             cpu_s=meter.elapsed_s(),
         )
 
+    def _open_env(self, request: TrainRequest) -> JailedEnv:
+        return open_env(
+            request.bundle.files,
+            public_files(request.family),
+            self._env_limits,
+            jail=self._jail,
+            starter=self._starter,
+            env_args=request.manifest.env,
+            clock=self._clock,
+        )
+
+
+_DIVERGED = "the weights or gradients are no longer finite; use a lower lr or max_norm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """What one optimiser step reports."""
+
+    loss: float
+    grad_norm: float
+    kl: float
+
 
 class _Course:
     """One run over all training steps."""
@@ -73,46 +108,39 @@ class _Course:
     def __init__(
         self, request: TrainRequest, model: Model, env: RolloutEnv, deadline: Deadline
     ) -> None:
+        self._table = request.manifest.prime_rl
         self._seed = request.seed
-        self._settings = TrainSettings(request.manifest.prime_rl)
         self._model = model
         self._env = env
         self._deadline = deadline
-        self._learner: PolicyTrainer = self._settings.learner(model, seed=request.seed)
         num_rows = len(env.rows(MAX_ROWS))
         if num_rows == 0:
-            raise JobFailedError("env.rows", "the data set has no rows")
-        self._sampler = RowSampler(
-            num_rows, self._settings.sampler, stream(request.seed, "rows")
-        )
+            raise JobFailedError("env.rows", "the data set has no rows; expected at least one")
+        self._sampler = RowSampler(num_rows, self._table.sampler, stream(self._seed, "rows"))
+        self._grouping = Grouping(self._table)
+        self._learner = learner_for(self._table, model, seed=derive_seed(self._seed, "learner"))
 
     def run(self, log: StepLog) -> list[StepRecord]:
         """All steps in order."""
         steps = []
-        for step in range(self._settings.max_steps):
+        for step in range(self._table.max_steps):
+            steps.append(self._step(step))
             self._deadline.check()
-            record = self._step(step)
-            steps.append(record)
-            log(record)
-        self._deadline.check()
+            log(steps[-1])
         return steps
 
     def _step(self, step: int) -> StepRecord:
-        meter, settings = CpuMeter(), self._settings
-        rows = self._sampler.draw(settings.num_groups)
+        meter, table = CpuMeter(), self._table
+        rows = self._sampler.draw(table.batch_size // table.group_size)
         groups = self._play(step, rows)
-        rewards = np.array([[rollout.score.reward for rollout in group] for group in groups])
+        rewards = np.array([[played.score.reward for played in group] for group in groups])
         for row, group_rewards in zip(rows, rewards.tolist(), strict=True):
             self._sampler.tell(row, group_rewards)
-        advantages = settings.advantages(rewards, groups)
-        batch = [
-            _train_row(rollout, float(advantage))
-            for group, group_advantages in zip(groups, advantages, strict=True)
-            if np.any(group_advantages != 0.0)
-            for rollout, advantage in zip(group, group_advantages, strict=True)
-        ]
-        rate = settings.learning_rate(step)
-        update = _update(self._learner, batch, settings.temperature, rate) if batch else None
+        rollouts = [[played.rollout for played in group] for group in groups]
+        advantages = self._grouping.advantages(rewards, rollouts)
+        batch = self._grouping.train_rows(rollouts, advantages)
+        rate = rate_at(table, step)
+        update = _update(self._learner, batch, table.temperature, rate) if batch else None
         return StepRecord(
             step=step,
             reward_mean=float(rewards.mean()),
@@ -122,19 +150,48 @@ class _Course:
             kl=update.kl if update else None,
             learning_rate=rate,
             trained_groups=int(np.any(advantages != 0.0, axis=1).sum()),
-            rollout_tokens=sum(sum(r.rollout.sampled) for group in groups for r in group),
+            rollout_tokens=sum(sum(rollout.sampled) for group in rollouts for rollout in group),
             cpu_s=meter.elapsed_s(),
         )
 
     def _play(self, step: int, rows: Sequence[int]) -> list[list[EnvRollout]]:
-        """One group of rollouts per row."""
-        size = self._settings.group_size
+        """One group of rollouts per row, from the current weights."""
+        size = self._table.group_size
         indices = [row for row in rows for _ in range(size)]
-        seeds = [derive_seed(self._seed, "rollout", step, i) for i in range(len(indices))]
-        played = play_env(self._model, self._env, indices, seeds, self._settings.sampling)
-        errors = [rollout.score.error for rollout in played if rollout.score.error is not None]
+        seeds = [derive_seed(self._seed, "rollout", step, index) for index in range(len(indices))]
+        played = play_env(self._model, self._env, indices, seeds, sampling_for(self._table))
+        errors = [one.score.error for one in played if one.score.error is not None]
         if 2 * len(errors) > len(played):
             raise JobFailedError(
-                "env.scoring", f"{len(errors)} of {len(played)} rollouts: {errors[0]}"
+                "env.scoring",
+                f"the rubric failed on {len(errors)} of {len(played)} rollouts of one step, for "
+                f"example: {errors[0]}",
             )
         return [played[start : start + size] for start in range(0, len(played), size)]
+
+
+def env_reason(error: JailError) -> str:
+    """The reason code of a job whose environment failed."""
+    return error.reason if error.reason.startswith(("env.", "jail.")) else f"env.{error.reason}"
+
+
+def _update(
+    learner: PolicyTrainer, batch: Sequence[TrainRow], temperature: float, rate: float
+) -> _Update:
+    loss = learner.forward_backward(batch, temperature)
+    step = learner.optim_step(rate)
+    if not step.updated or not math.isfinite(loss.loss):
+        raise JobFailedError("train.diverged", _DIVERGED)
+    sampled_logp = [
+        logp
+        for row in batch
+        if row.advantage
+        for logp, sampled in zip(row.logprobs, row.sampled, strict=True)
+        if sampled
+    ]
+    sampler_mean = sum(sampled_logp) / max(len(sampled_logp), 1)
+    return _Update(
+        loss=loss.loss,
+        grad_norm=step.grad_norm,
+        kl=sampler_mean - loss.mean_logp if sampled_logp else 0.0,
+    )
