@@ -1,0 +1,446 @@
+"""Trainers: gradients of policy and supervised losses, and optimiser steps, for J jobs at once.
+
+Axes: J job, K predicted token, P parameter, V vocabulary. Gradients accumulate in one flat tensor [J, P];
+jobs never mix, so a stack gives each job what it would get alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestling.core.errors import ConfigError
+from nestling.engine.batching import MicroBatch, TrainRow, micro_batches
+from nestling.engine.lora import LoraConfig, LoraWeights
+from nestling.engine.losses import (
+    Dppo,
+    ImportanceSampling,
+    Ipo,
+    LossConfig,
+    PpoClip,
+    reference_kl,
+    token_loss,
+)
+from nestling.engine.model import Dropout, Model, Params, bind, forward, logits
+from nestling.engine.optim import (
+    AdamW,
+    Muon,
+    OptimConfig,
+    Optimizer,
+    Sgd,
+    SignSgd,
+    clip_norm,
+)
+from nestling.engine.weights import Weights, layout, parts, split_views
+
+__all__ = [
+    "AdamW",
+    "Dppo",
+    "ImportanceSampling",
+    "Ipo",
+    "LoraConfig",
+    "LossConfig",
+    "LossStats",
+    "Muon",
+    "OptimConfig",
+    "PolicyTrainer",
+    "PpoClip",
+    "Sgd",
+    "SignSgd",
+    "StepStats",
+    "SupervisedTrainer",
+    "TrainRow",
+    "target_logprobs",
+]
+
+_CPU_TOKENS, _CUDA_TOKENS = 4096, 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossStats:
+    """One job's batch; means are over its action tokens."""
+
+    loss: float
+    num_rows: int
+    """Rows with a non-zero advantage (or cross-entropy weight): the ones trained on."""
+    num_tokens: int
+    """Action tokens, the normaliser."""
+    mean_abs_ratio_minus_1: float
+    """How far the learner's probabilities are from the sampler's; about 0 right after sampling."""
+    max_abs_logp_diff: float
+    dropped_fraction: float
+    """Tokens clipped or dropped by the trust region."""
+    mean_logp: float
+    """Its negative estimates the policy's entropy per token."""
+    reference_kl: float
+    ce_loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats:
+    """One optimiser step of one job."""
+
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    updated: bool
+    """False when no row carried a gradient: weights and optimiser state are untouched."""
+    step: int
+    """Optimiser steps taken so far by the trainer."""
+
+
+def target_logprobs(
+    params: Params,
+    model: Model,
+    batch: MicroBatch,
+    temperature_J: Tensor | None = None,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Float32 log-probabilities [J, K] of a batch's targets, at one temperature per job."""
+    hidden = forward(params, model.config, batch.ids, dropout=dropout)
+    J, K = batch.pick.shape
+    flat = hidden.view(J, -1, hidden.shape[-1])
+    if J == 1:
+        chosen = flat[0].index_select(0, batch.pick[0])[None]
+    else:
+        chosen = flat.gather(1, batch.pick[:, :, None].expand(-1, -1, flat.shape[-1]))
+    scores = logits(params, chosen)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    if temperature_J is not None:
+        scores = scores / temperature_J[:, None, None]
+    picked = F.cross_entropy(scores.flatten(0, 1), batch.target.flatten(), reduction="none")
+    return -picked.view(J, K)
+
+
+class PolicyTrainer:
+    """Policy-gradient training of a model in place.
+
+    `lora` trains adapters instead (they are put into `model.lora`). `kl_coef` adds that many times the
+    estimated KL to `reference` (with LoRA: by default the base) to the loss of each action token.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss: ImportanceSampling | PpoClip | Dppo | Ipo,
+        optim: AdamW | Sgd | Muon | SignSgd,
+        *,
+        lora: LoraConfig | None = None,
+        reference: Weights | None = None,
+        kl_coef: float = 0.0,
+        token_budget: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if lora is not None and model.lora is None:
+            generator = torch.Generator().manual_seed(seed)
+            model.lora = LoraWeights.init(
+                model.config, lora, model.weights.num_jobs, generator, model.device
+            )
+        if kl_coef > 0 and reference is None:
+            if model.lora is None:
+                raise ConfigError(f"kl_coef={kl_coef} needs reference weights; pass reference=")
+            reference = model.weights
+        self._model, self._loss, self._kl_coef = model, loss, kl_coef
+        self._reference = reference
+        self._budget = token_budget or _budget(model)
+        self._trained = _Trained(model, optim)
+        generator = torch.Generator(model.device).manual_seed(seed)
+        share = 0.0 if model.lora is None else model.lora.lora.dropout
+        self._dropout = Dropout(share, generator) if share > 0 else None
+
+    def forward_backward(self, rows: Sequence[TrainRow], temperature: float = 1.0) -> LossStats:
+        """Add the gradient of the mean loss per action token to what has accumulated (J = 1).
+
+        Rows with advantage 0 and no cross-entropy weight carry no gradient and are skipped; they do not
+        count in the normaliser either. `temperature` is the one the rows were sampled at (for greedy rows: 1).
+        """
+        return self.forward_backward_stacked([rows], [temperature])[0]
+
+    def forward_backward_stacked(
+        self, rows_J: Sequence[Sequence[TrainRow]], temperature_J: Sequence[float]
+    ) -> list[LossStats]:
+        """The same for every job of a stack, in one batch."""
+        J = self._model.num_jobs
+        if len(rows_J) != J or len(temperature_J) != J:
+            raise ConfigError(
+                f"rows for {len(rows_J)} jobs and {len(temperature_J)} temperatures; expected {J}"
+            )
+        if min(temperature_J) <= 0:
+            raise ConfigError(
+                f"temperature={min(temperature_J)}; expected above 0 (greedy rows are scored at 1)"
+            )
+        kept = [[row for row in rows if row.advantage or any(row.ce_weights)] for rows in rows_J]
+        device = self._model.device
+        tokens = torch.tensor([float(sum(map(_count_action, rows))) for rows in kept])
+        ce_tokens = torch.tensor([float(sum(map(_count_ce, rows))) for rows in kept])
+        temperature = None
+        if any(value != 1 for value in temperature_J):
+            temperature = torch.tensor(list(temperature_J), dtype=torch.float32, device=device)
+        totals = _Totals(J, device)
+        for batch in micro_batches(kept, self._budget, device):
+            self._backward(batch, temperature, tokens.to(device), ce_tokens.to(device), totals)
+        self._trained.note([len(rows) > 0 for rows in kept])
+        return totals.stats([len(rows) for rows in kept], tokens.tolist())
+
+    def optim_step(self, lr: float | Sequence[float] | None = None) -> StepStats:
+        """Clip, update and clear the gradient (J = 1); `lr` overrides the config's."""
+        return self.optim_step_stacked(lr)[0]
+
+    def optim_step_stacked(self, lr: float | Sequence[float] | None = None) -> list[StepStats]:
+        """The same for a stack; `lr` may be one rate per job."""
+        return self._trained.step(lr)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Trained tensors and optimiser state, as copies; gradients not yet applied are not part of it."""
+        state = self._trained.state_dict()
+        if self._dropout is not None:
+            state["dropout"] = self._dropout.generator.get_state()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken."""
+        self._trained.load_state_dict(state)
+        if self._dropout is not None and "dropout" in state:
+            self._dropout.generator.set_state(state["dropout"].cpu())
+
+    def _backward(
+        self,
+        batch: MicroBatch,
+        temperature: Tensor | None,
+        tokens: Tensor,
+        ce_tokens: Tensor,
+        totals: _Totals,
+    ) -> None:
+        logp = target_logprobs(
+            self._trained.params(), self._model, batch, temperature, self._dropout
+        )
+        loss, dropped = token_loss(self._loss, logp, batch.old_logp, batch.advantage)
+        kl = None
+        if self._kl_coef > 0:
+            kl = reference_kl(logp, self._reference_logprobs(batch, temperature))
+            loss = loss + self._kl_coef * kl
+        # A padded or cross-entropy-only place has action 0; where() keeps its overflow out of the sum.
+        policy_J = torch.where(batch.action > 0, loss, 0.0).sum(1) / tokens.clamp(min=1)
+        ce_J = -(batch.ce * logp).sum(1) / ce_tokens.clamp(min=1)
+        (policy_J.sum() + ce_J.sum()).backward()  # type: ignore[no-untyped-call]
+        totals.add(batch, logp.detach(), dropped, policy_J.detach(), ce_J.detach(), kl)
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: MicroBatch, temperature: Tensor | None) -> Tensor:
+        assert self._reference is not None
+        params = bind(self._model.config, self._reference.views(), dtype=_cast(self._model))
+        return target_logprobs(params, self._model, batch, temperature)
+
+
+class SupervisedTrainer:
+    """Cross-entropy training of a model in place: mean over the tokens marked `sampled`."""
+
+    def __init__(
+        self,
+        model: Model,
+        optim: AdamW | Sgd | Muon | SignSgd,
+        *,
+        token_budget: int | None = None,
+    ) -> None:
+        self._model = model
+        self._budget = token_budget or _budget(model)
+        self._trained = _Trained(model, optim)
+
+    def step(self, rows: Sequence[TrainRow], lr: float | None = None) -> float:
+        """One update on these rows; the mean loss per token before it (J = 1)."""
+        return self.step_stacked([rows], lr)[0]
+
+    def step_stacked(
+        self, rows_J: Sequence[Sequence[TrainRow]], lr: float | Sequence[float] | None = None
+    ) -> list[float]:
+        """The same for every job of a stack."""
+        device = self._model.device
+        tokens = [sum(map(_count_action, rows)) for rows in rows_J]
+        scale = torch.tensor([1.0 / max(count, 1) for count in tokens], device=device)
+        total = torch.zeros(len(rows_J), device=device)
+        for batch in micro_batches(rows_J, self._budget, device):
+            logp = target_logprobs(self._trained.params(), self._model, batch)
+            loss_J = -(batch.action * logp).sum(1) * scale
+            loss_J.sum().backward()  # type: ignore[no-untyped-call]
+            total += loss_J.detach()
+        self._trained.note([count > 0 for count in tokens])
+        self._trained.step(lr)
+        return [float(value) for value in total.tolist()]
+
+    def evaluate(self, rows: Sequence[TrainRow]) -> float:
+        """Mean loss per token without an update (J = 1)."""
+        total, count = 0.0, 0.0
+        with torch.no_grad():
+            for batch in micro_batches([rows], self._budget, self._model.device):
+                logp = target_logprobs(self._trained.params(), self._model, batch)
+                total -= float((batch.action * logp).sum())
+                count += float(batch.action.sum())
+        return total / max(count, 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Trained tensors and optimiser state, as copies."""
+        return self._trained.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken."""
+        self._trained.load_state_dict(state)
+
+
+class _Trained:
+    """The trained tensors as leaves whose gradients land in one flat tensor, and their optimiser."""
+
+    def __init__(self, model: Model, optim: AdamW | Sgd | Muon | SignSgd) -> None:
+        self._model, self._optim = model, optim
+        if model.lora is None:
+            self.flat = model.weights.flat
+            matrices = _projection_matrices(model)
+        else:
+            self.flat = model.lora.flat
+            matrices = model.lora.matrices()
+        self.grad = torch.zeros_like(self.flat)
+        self._leaves = {
+            name: view.detach().requires_grad_() for name, view in self._split(self.flat).items()
+        }
+        for name, view in self._split(self.grad).items():
+            self._leaves[name].grad = view  # backward adds in place, so the flat tensor fills up
+        self._optimizer = Optimizer(optim, self.flat, matrices)
+        self._pending = [False] * self.flat.shape[0]
+        self._count = 0
+
+    def _split(self, flat: Tensor) -> dict[str, Tensor]:
+        if self._model.lora is None:
+            return split_views(self._model.config, flat)
+        return self._model.lora.views(flat)
+
+    def params(self) -> Params:
+        """Tensors for a forward pass that records gradients for the trained ones."""
+        model, dtype = self._model, _cast(self._model)
+        if model.lora is None:
+            return bind(model.config, self._leaves, dtype=dtype)
+        base = {name: view.detach() for name, view in model.weights.views().items()}
+        return bind(model.config, base, adapters=model.lora.adapters(self._leaves), dtype=dtype)
+
+    def note(self, has_gradient: Sequence[bool]) -> None:
+        """Remember which jobs have something to apply."""
+        self._pending = [a or b for a, b in zip(self._pending, has_gradient, strict=True)]
+
+    def step(self, lr: float | Sequence[float] | None) -> list[StepStats]:
+        jobs = self.flat.shape[0]
+        rates = _rates(self._optim.lr if lr is None else lr, jobs)
+        if len(rates) != jobs:
+            raise ConfigError(f"{len(rates)} learning rates; expected {jobs}, one per job")
+        norm = clip_norm(self.grad, self._optim.max_norm)
+        finite = torch.isfinite(norm).tolist()
+        active = [a and b for a, b in zip(self._pending, finite, strict=True)]
+        self._optimizer.step(
+            self.grad,
+            torch.tensor(rates, dtype=torch.float32, device=self.flat.device),
+            None if all(active) else torch.tensor(active, device=self.flat.device),
+        )
+        self.grad.zero_()
+        self._pending = [False] * jobs
+        self._count += 1
+        return [
+            StepStats(lr=rate, grad_norm=value, updated=on, step=self._count)
+            for rate, value, on in zip(rates, norm.tolist(), active, strict=True)
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "flat": self.flat.detach().clone(),
+            "count": self._count,
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["flat"].shape != self.flat.shape:
+            raise ConfigError(
+                f"the saved state holds {list(state['flat'].shape)}; expected {list(self.flat.shape)}"
+            )
+        with torch.no_grad():
+            self.flat.copy_(state["flat"])
+        self.grad.zero_()
+        self._pending = [False] * self.flat.shape[0]
+        self._count = int(state["count"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+class _Totals:
+    """Sums over a batch's micro-batches, kept on the device until the end."""
+
+    def __init__(self, num_jobs: int, device: torch.device) -> None:
+        self._sums = torch.zeros(7, num_jobs, device=device)
+
+    def add(
+        self,
+        batch: MicroBatch,
+        logp: Tensor,
+        dropped: Tensor,
+        policy_J: Tensor,
+        ce_J: Tensor,
+        kl: Tensor | None,
+    ) -> None:
+        action = batch.action > 0
+        diff = torch.where(action, logp - batch.old_logp, 0.0)
+        sums = self._sums
+        sums[0] += policy_J + ce_J
+        sums[1] += (diff.exp() - 1).abs().sum(1)
+        sums[2] = torch.maximum(sums[2], diff.abs().amax(1))
+        sums[3] += (dropped & action).sum(1)
+        sums[4] += torch.where(action, logp, 0.0).sum(1)
+        if kl is not None:
+            sums[5] += torch.where(action, kl.detach(), 0.0).sum(1)
+        sums[6] += ce_J
+
+    def stats(self, num_rows: list[int], tokens: list[float]) -> list[LossStats]:
+        found = []
+        for j, (loss, ratio, diff, dropped, logp, kl, ce) in enumerate(self._sums.T.tolist()):
+            count = max(tokens[j], 1.0)
+            found.append(
+                LossStats(
+                    loss=loss,
+                    num_rows=num_rows[j],
+                    num_tokens=int(tokens[j]),
+                    mean_abs_ratio_minus_1=ratio / count,
+                    max_abs_logp_diff=diff,
+                    dropped_fraction=dropped / count,
+                    mean_logp=logp / count,
+                    reference_kl=kl / count,
+                    ce_loss=ce,
+                )
+            )
+        return found
+
+
+def _rates(lr: float | Sequence[float], jobs: int) -> list[float]:
+    return [float(lr)] * jobs if isinstance(lr, int | float) else list(lr)
+
+
+def _count_action(row: TrainRow) -> int:
+    return sum(map(bool, row.sampled))
+
+
+def _count_ce(row: TrainRow) -> int:
+    return sum(weight > 0 for weight in row.ce_weights)
+
+
+def _budget(model: Model) -> int:
+    return _CUDA_TOKENS if model.device.type == "cuda" else _CPU_TOKENS
+
+
+def _cast(model: Model) -> torch.dtype | None:
+    return None if model.compute_dtype == torch.float32 else model.compute_dtype
+
+
+def _projection_matrices(model: Model) -> list[tuple[int, int, int]]:
+    offsets = {slot.name: slot.offset for slot in layout(model.config)}
+    return [
+        (offsets[part.slot] + part.start_row * part.shape[1], part.shape[0], part.shape[1])
+        for part in parts(model.config)
+        if len(part.shape) == 2 and part.slot not in ("embed", "lm_head")
+    ]

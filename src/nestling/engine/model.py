@@ -1,0 +1,527 @@
+"""The decoder as pure functions of weights and token ids.
+
+Axes: J job, B row of a job, T token, N = B*T, R = J*B, H query head, K key/value head, D hidden, d head, V
+vocabulary. `forward` serves training (no cache), `extend` appends several tokens per row to a cache, `decode`
+appends one. Weights may have J = 1 while activations have J > 1: that is a shared base under per-job adapters.
+
+The fused backward passes below exist because on a CPU the elementwise work around the matrix products decides
+whether training keeps up with a stock implementation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nestling.engine.config import ModelConfig
+from nestling.engine.weights import Weights
+
+if TYPE_CHECKING:
+    from nestling.engine.lora import LoraWeights
+    from nestling.engine.tokenizer import Tokenizer
+
+__all__ = [
+    "Adapter",
+    "Dropout",
+    "KVCache",
+    "LayerParams",
+    "Linear",
+    "Model",
+    "Params",
+    "bind",
+    "decode",
+    "extend",
+    "forward",
+    "logits",
+]
+
+
+class Adapter(NamedTuple):
+    """A low-rank update of some rows of a projection: `scale * up @ down`."""
+
+    start_row: int
+    down: Tensor  # [J, r, D]
+    up: Tensor  # [J, o, r]
+    scale: float
+
+
+class Linear(NamedTuple):
+    """One projection, shared (J = 1) or per job."""
+
+    weight: Tensor  # [J or 1, O, D]
+    bias: Tensor | None = None  # [J or 1, O]
+    adapters: tuple[Adapter, ...] = ()
+
+
+class LayerParams(NamedTuple):
+    """One transformer block."""
+
+    attn_norm: Tensor  # [J or 1, 1, D]
+    qkv: Linear
+    q_norm: Tensor | None  # [J or 1, 1, 1, 1, d]
+    k_norm: Tensor | None
+    attn_out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Params(NamedTuple):
+    """All tensors of a forward pass, ready to use."""
+
+    embed: Tensor  # [J or 1, V, D]
+    layers: tuple[LayerParams, ...]
+    final_norm: Tensor  # [J or 1, 1, D]
+    head: Linear
+
+
+class Dropout(NamedTuple):
+    """Dropout on adapter inputs, from a generator of its own."""
+
+    probability: float
+    generator: torch.Generator
+
+
+@dataclass(slots=True)
+class Model:
+    """Weights, tokenizer and how to compute: what a sampler or a trainer works on.
+
+    Trainers update `weights` (or `lora`) in place, so a sampler that holds the same model is always on policy.
+    """
+
+    config: ModelConfig
+    weights: Weights
+    tokenizer: Tokenizer
+    lora: LoraWeights | None = None
+    compute_dtype: torch.dtype = field(default=torch.float32)
+    """Type of the matrix products; bfloat16 is meant for CUDA. Log-probabilities are float32 always."""
+
+    @property
+    def num_jobs(self) -> int:
+        """J."""
+        return self.lora.num_jobs if self.lora is not None else self.weights.num_jobs
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weights.flat.device
+
+    def params(self) -> Params:
+        """Detached tensors for sampling; float32 ones share the master's memory."""
+        views = {name: view.detach() for name, view in self.weights.views().items()}
+        adapters = None if self.lora is None else self.lora.adapters()
+        return bind(self.config, views, adapters=adapters, dtype=self._dtype())
+
+    def _dtype(self) -> torch.dtype | None:
+        return None if self.compute_dtype == torch.float32 else self.compute_dtype
+
+
+def bind(
+    config: ModelConfig,
+    views: Mapping[str, Tensor],
+    *,
+    adapters: Mapping[str, tuple[Adapter, ...]] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Params:
+    """Arrange named views [J, *shape] for the functions below; `dtype` casts them (differentiably)."""
+    cast = {name: view if dtype is None else view.to(dtype) for name, view in views.items()}
+    extra = adapters or {}
+
+    def linear(name: str) -> Linear:
+        return Linear(cast[name], cast.get(name + "_bias"), _cast_all(extra.get(name, ()), dtype))
+
+    def norm(name: str) -> Tensor:
+        return cast[name].unsqueeze(1)
+
+    def head_norm(name: str) -> Tensor | None:
+        return cast[name][:, None, None, None] if name in cast else None
+
+    layers = tuple(
+        LayerParams(
+            attn_norm=norm(f"layers.{i}.attn_norm"),
+            qkv=linear(f"layers.{i}.qkv"),
+            q_norm=head_norm(f"layers.{i}.q_norm"),
+            k_norm=head_norm(f"layers.{i}.k_norm"),
+            attn_out=linear(f"layers.{i}.attn_out"),
+            mlp_norm=norm(f"layers.{i}.mlp_norm"),
+            gate_up=linear(f"layers.{i}.gate_up"),
+            down=linear(f"layers.{i}.down"),
+        )
+        for i in range(config.num_layers)
+    )
+    head = linear("embed" if config.tie_embeddings else "lm_head")
+    return Params(cast["embed"], layers, norm("final_norm"), head._replace(bias=None))
+
+
+def _cast_all(adapters: tuple[Adapter, ...], dtype: torch.dtype | None) -> tuple[Adapter, ...]:
+    if dtype is None:
+        return adapters
+    return tuple(one._replace(down=one.down.to(dtype), up=one.up.to(dtype)) for one in adapters)
+
+
+class KVCache:
+    """Keys and values of R = J*B rows, one static buffer [R, K, max_len, d] per layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_rows: int,
+        max_len: int,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        shape = (num_rows, config.num_kv_heads, max_len, config.head_dim)
+        self.num_rows = num_rows
+        self.max_len = max_len
+        self.keys = [
+            torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_layers)
+        ]
+        self.values = [torch.zeros_like(key) for key in self.keys]
+
+    def move(self, source: Tensor, target: Tensor, width: int) -> None:
+        """Copy the first `width` positions of rows `source` onto rows `target` (index tensors)."""
+        for buffers in (self.keys, self.values):
+            for buffer in buffers:
+                buffer[target, :, :width] = buffer[source, :, :width]
+
+
+def forward(
+    params: Params, config: ModelConfig, ids: Tensor, *, dropout: Dropout | None = None
+) -> Tensor:
+    """Normed hidden states [J, B, T, D] of ids [J, B, T]; causal, padding on the right is harmless."""
+    J, B, T = ids.shape
+    cos, sin = _rope(config, T, ids.device, params.embed.dtype)
+    x = _embed(params.embed, ids.reshape(J, B * T))
+    for layer in params.layers:
+        q, k, v = _split_heads(_qkv(x, layer, config, dropout), layer, config, (J * B, T), cos, sin)
+        k, v = _repeat_kv(k, config), _repeat_kv(v, config)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).reshape(J, B * T, config.q_size)
+        x = x + _project(y, layer.attn_out, dropout)
+        x = x + _feed_forward(x, layer, config, dropout)
+    return _rms_norm(x, params.final_norm, config.rms_eps).view(J, B, T, config.hidden_size)
+
+
+def logits(params: Params, hidden: Tensor) -> Tensor:
+    """Next-token logits [J, N, V] of normed hidden states [J, N, D]."""
+    return _project(hidden, params.head, None)
+
+
+@torch.no_grad()
+def extend(
+    params: Params, config: ModelConfig, ids: Tensor, start: Tensor, cache: KVCache, rows: Tensor
+) -> None:
+    """Append T tokens per row to the cache.
+
+    ids [J, b, T], start [J, b]: the position of each row's first new token, rows [J*b]: cache rows. Rows may
+    be padded on the right: what lands behind a row's real tokens is overwritten before it is ever read, as
+    long as start + T stays within the cache.
+    """
+    J, b, T = ids.shape
+    width = int(start.max()) + T
+    positions = start.reshape(-1, 1) + torch.arange(T, device=ids.device)  # [R, T]
+    cos, sin = _rope(config, width, ids.device, params.embed.dtype)
+    cos, sin = cos[positions], sin[positions]  # [R, T, 1, d/2]
+    from_empty = width == T
+    visible = None
+    if not from_empty:
+        visible = torch.arange(width, device=ids.device) <= positions[:, :, None]  # [R, T, width]
+        visible = visible[:, None]
+    x = _embed(params.embed, ids.reshape(J, b * T))
+    for i, layer in enumerate(params.layers):
+        q, k, v = _split_heads(_qkv(x, layer, config, None), layer, config, (J * b, T), cos, sin)
+        keys, values = cache.keys[i], cache.values[i]
+        keys[rows[:, None], :, positions] = k.transpose(1, 2).to(keys.dtype)
+        values[rows[:, None], :, positions] = v.transpose(1, 2).to(values.dtype)
+        if i == config.num_layers - 1:
+            return
+        if not from_empty:
+            k = keys[rows, :, :width].to(q.dtype)
+            v = values[rows, :, :width].to(q.dtype)
+        y = F.scaled_dot_product_attention(
+            q,
+            _repeat_kv(k, config),
+            _repeat_kv(v, config),
+            attn_mask=visible,
+            is_causal=from_empty,
+        )
+        x = x + _project(y.transpose(1, 2).reshape(J, b * T, config.q_size), layer.attn_out, None)
+        x = x + _feed_forward(x, layer, config, None)
+
+
+@torch.no_grad()
+def decode(
+    params: Params,
+    config: ModelConfig,
+    token: Tensor,
+    position: Tensor,
+    cache: KVCache,
+    width: int,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Append one token per row and return next-token logits [J, B, V].
+
+    token, position [J, B]; every position < width <= cache.max_len. `rows` [J*B] names the cache rows; without
+    it they are the first J*B, which saves a copy. Reads and writes fixed buffers only, so that a CUDA graph can hold it.
+    """
+    J, B = token.shape
+    R, K, d = J * B, config.num_kv_heads, config.head_dim
+    groups, max_len = config.num_heads // K, cache.max_len
+    place = position.reshape(R)
+    row = torch.arange(R, device=token.device) if rows is None else rows
+    cos, sin = _rope(config, max_len, token.device, params.embed.dtype)
+    cos, sin = cos[place][:, None], sin[place][:, None]  # [R, 1, 1, d/2]
+    hidden_keys = torch.arange(width, device=token.device) > place[:, None]  # [R, width]
+    mask = torch.zeros(R, 1, width, device=token.device, dtype=params.embed.dtype)
+    mask.masked_fill_(hidden_keys[:, None], -math.inf)
+    x = _embed(params.embed, token)
+    for i, layer in enumerate(params.layers):
+        q, k, v = _split_heads(_qkv(x, layer, config, None), layer, config, (R, 1), cos, sin)
+        keys, values = cache.keys[i], cache.values[i]
+        keys[row, :, place] = k[:, :, 0].to(keys.dtype)
+        values[row, :, place] = v[:, :, 0].to(values.dtype)
+        if rows is None:
+            seen_keys = keys[:R].view(R * K, max_len, d)[:, :width]
+            seen_values = values[:R].view(R * K, max_len, d)[:, :width]
+        else:
+            seen_keys = keys[rows, :, :width].view(R * K, width, d)
+            seen_values = values[rows, :, :width].view(R * K, width, d)
+        query = (q * d**-0.5).reshape(R * K, groups, d).to(keys.dtype)
+        if groups == 1:
+            scores = torch.bmm(seen_keys, query.view(R * K, d, 1)).view(R, K, width)
+        else:
+            scores = torch.bmm(query, seen_keys.transpose(1, 2)).view(R, K * groups, width)
+        scores = (scores.to(mask.dtype) + mask).float().softmax(-1).to(keys.dtype)
+        y = torch.bmm(scores.view(R * K, groups, width), seen_values)
+        x = x + _project(y.reshape(J, B, config.q_size).to(x.dtype), layer.attn_out, None)
+        x = x + _feed_forward(x, layer, config, None)
+    return logits(params, _rms_norm(x, params.final_norm, config.rms_eps))
+
+
+def _embed(embed: Tensor, ids: Tensor) -> Tensor:
+    """Token vectors [J, N, D]."""
+    jobs, vocab, width = embed.shape
+    if jobs == 1:
+        return F.embedding(ids, embed.view(vocab, width))
+    job = torch.arange(jobs, device=ids.device)[:, None]
+    if torch.is_grad_enabled():  # one table with offsets: its backward is deterministic
+        return F.embedding(ids + job * vocab, embed.reshape(jobs * vocab, width))
+    return embed[job, ids]
+
+
+def _project(x: Tensor, linear: Linear, dropout: Dropout | None) -> Tensor:
+    """X [J, N, D] times weights [J or 1, O, D], plus adapters."""
+    weight, bias = linear.weight, linear.bias
+    if weight.shape[0] == 1:
+        y = F.linear(x, weight.squeeze(0), None if bias is None else bias.squeeze(0))
+    elif bias is None:
+        y = torch.bmm(x, weight.transpose(1, 2))
+    else:
+        y = torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2))
+    if not linear.adapters:
+        return y
+    if dropout is not None and dropout.probability > 0:
+        kept = torch.rand(x.shape, generator=dropout.generator, device=x.device)
+        x = x * (kept >= dropout.probability) / (1 - dropout.probability)
+    return y + _adapter_delta(x, linear.adapters, y.shape[-1])
+
+
+def _adapter_delta(x: Tensor, adapters: tuple[Adapter, ...], rows: int) -> Tensor:
+    pieces, done = [], 0
+    for adapter in adapters:  # in row order
+        if adapter.start_row > done:
+            pieces.append(x.new_zeros(*x.shape[:-1], adapter.start_row - done))
+        low = torch.matmul(x, adapter.down.transpose(1, 2))
+        pieces.append(torch.matmul(low, adapter.up.transpose(1, 2)) * adapter.scale)
+        done = adapter.start_row + adapter.up.shape[1]
+    if done < rows:
+        pieces.append(x.new_zeros(*x.shape[:-1], rows - done))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+
+
+def _qkv(x: Tensor, layer: LayerParams, config: ModelConfig, dropout: Dropout | None) -> Tensor:
+    return _project(_rms_norm(x, layer.attn_norm, config.rms_eps), layer.qkv, dropout)
+
+
+def _feed_forward(
+    x: Tensor, layer: LayerParams, config: ModelConfig, dropout: Dropout | None
+) -> Tensor:
+    gate_up = _project(_rms_norm(x, layer.mlp_norm, config.rms_eps), layer.gate_up, dropout)
+    return _project(_swiglu(gate_up), layer.down, dropout)
+
+
+def _split_heads(
+    qkv: Tensor,
+    layer: LayerParams,
+    config: ModelConfig,
+    shape: tuple[int, int],
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Q [R, H, T, d], k and v [R, K, T, d] of fused rows; q and k normed and rotated."""
+    R, T = shape
+    H, K, d = config.num_heads, config.num_kv_heads, config.head_dim
+    fused = qkv.view(R, T, H + 2 * K, d)
+    if layer.q_norm is None or layer.k_norm is None:
+        if torch.is_grad_enabled() and fused.requires_grad:
+            q, k, v = _SplitRotary.apply(fused, cos, sin, H, K)  # type: ignore[no-untyped-call]
+            return q, k, v
+        return _split_rotary(fused, cos, sin, H, K)
+    q, k, v = torch.split(fused, [H, K, K], 2)
+    jobs = qkv.shape[0]
+    q = _head_norm(q, layer.q_norm, jobs, config.rms_eps)
+    k = _head_norm(k, layer.k_norm, jobs, config.rms_eps)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin), v.transpose(1, 2)
+
+
+def _head_norm(x: Tensor, weight: Tensor, jobs: int, eps: float) -> Tensor:
+    by_job = x.reshape(jobs, -1, *x.shape[1:])
+    return (F.rms_norm(by_job, (x.shape[-1],), eps=eps) * weight).view(x.shape)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on x [R, T, h, d] -> [R, h, T, d]; cos, sin [(R,) T, 1, d/2]."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).transpose(1, 2)
+
+
+def _repeat_kv(x: Tensor, config: ModelConfig) -> Tensor:
+    groups = config.num_heads // config.num_kv_heads
+    if groups == 1:
+        return x
+    rows, heads, length, width = x.shape
+    return x[:, :, None].expand(rows, heads, groups, length, width).reshape(rows, -1, length, width)
+
+
+@lru_cache(maxsize=64)
+def _rope_table(
+    theta: float, head_dim: int, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    # Built outside any inference mode: training reuses the same cached tensors.
+    with torch.inference_mode(mode=False), torch.no_grad():
+        inverse = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        angle = torch.outer(torch.arange(length, dtype=torch.float32), inverse).unsqueeze(1)
+        return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def _rope(
+    config: ModelConfig, length: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cos and sin [length, 1, d/2]; tables are built in powers of two and cut."""
+    size = 1 << max(8, (length - 1).bit_length())
+    cos, sin = _rope_table(config.rope_theta, config.head_dim, size, device, dtype)
+    return cos[:length], sin[:length]
+
+
+def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the halves of x [..., h, d] into `out`."""
+    a, b = x.chunk(2, -1)
+    out_a, out_b = out.chunk(2, -1)
+    torch.mul(a, cos, out=out_a)
+    out_a.addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=out_b)
+    out_b.addcmul_(a, sin)
+
+
+def _split_rotary(
+    fused: Tensor, cos: Tensor, sin: Tensor, H: int, K: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    R, T, _, d = fused.shape
+    turned = fused.new_empty(R, H + K, T, d)
+    _turn(fused[:, :, : H + K], turned.transpose(1, 2), cos, sin)
+    return turned[:, :H], turned[:, H:], fused[:, :, H + K :].transpose(1, 2)
+
+
+class _SplitRotary(torch.autograd.Function):
+    """Fused rows [R, T, H+2K, d] to rotated q, k and plain v; one buffer each way."""
+
+    @staticmethod
+    def forward(ctx: Any, fused: Tensor, cos: Tensor, sin: Tensor, H: int, K: int) -> Any:  # noqa: ANN401
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = (H, K)
+        R, T, _, d = fused.shape
+        q, k = fused.new_empty(R, H, T, d), fused.new_empty(R, K, T, d)
+        _turn(fused[:, :, :H], q.transpose(1, 2), cos, sin)
+        _turn(fused[:, :, H : H + K], k.transpose(1, 2), cos, sin)
+        return q, k, fused[:, :, H + K :].transpose(1, 2).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> Any:  # noqa: ANN401
+        cos, sin = ctx.saved_tensors
+        H, K = ctx.heads
+        R, _, T, d = grad_q.shape
+        grad = grad_q.new_empty(R, T, H + 2 * K, d)
+        _turn(grad_q.transpose(1, 2), grad[:, :, :H], cos, -sin)
+        _turn(grad_k.transpose(1, 2), grad[:, :, H : H + K], cos, -sin)
+        grad[:, :, H + K :] = grad_v.transpose(1, 2)
+        return grad, None, None, None, None
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """X [J, N, D] scaled to unit root mean square, times weight [J or 1, 1, D]."""
+    if x.is_cuda:
+        return F.rms_norm(x, (x.shape[-1],), eps=eps) * weight
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
+    return (x * _inverse_rms(x, eps)).mul_(weight)
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    square: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+    return square.div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+class _RmsNorm(torch.autograd.Function):
+    """RMS norm with a three-pass backward; the stock CPU one is made of a dozen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: ANN401
+        inverse = _inverse_rms(x, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return (x * inverse).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401
+        x, weight, inverse = ctx.saved_tensors
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            summed = (grad * x).mul_(inverse).sum(1, keepdim=True)
+            grad_weight = summed.sum_to_size(weight.shape)
+        scaled = grad * weight
+        along = (scaled * x).sum(-1, keepdim=True).mul_(inverse.pow(3)).div_(-x.shape[-1])
+        return scaled.mul_(inverse).addcmul_(x, along), grad_weight, None
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    if torch.is_grad_enabled() and gate_up.requires_grad:
+        return _SwiGlu.apply(gate_up)  # type: ignore[no-any-return, no-untyped-call]
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+class _SwiGlu(torch.autograd.Function):
+    """silu(gate) * up on fused halves; the gradient is written into one buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        out = torch.empty_like(gate_up)
+        out_gate, out_up = out.chunk(2, -1)
+        torch.mul(F.silu(gate), grad, out=out_up)
+        out_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return out
