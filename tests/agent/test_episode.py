@@ -81,6 +81,15 @@ async def play(turns: Sequence[str | Exception | float], runner: Any, **changes:
     return result
 
 
+async def test_large_agents_read_whole_files_and_tiny_ones_do_not(runner: Any) -> None:
+    turns = [render_call("read_file", {"path": "INSTRUCTIONS.md"}), "bye"]
+    tiny = await play(turns, runner)
+    large = await play(turns, runner, style="full")
+    assert len(tiny.turns[2].result) == 1200
+    assert "left out" not in large.turns[2].result
+    assert "0.25 * post" in large.turns[2].result
+
+
 async def test_turn_without_a_call_ends_the_episode(runner: Any) -> None:
     result = await play([LIST, "I am done."], runner)
     assert (result.outcome_code, result.reward, result.num_turns) == ("no_call", -0.1, 2)

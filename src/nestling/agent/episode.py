@@ -33,6 +33,12 @@ from nestling.jobs.outcome import Outcome
 __all__ = ["EpisodeEvent", "EpisodeLimits", "EpisodeTask", "EventSink", "run_episode"]
 
 
+_TOOL_LIMITS: dict[PromptStyle, ToolLimits] = {
+    "compact": ToolLimits(),
+    "full": ToolLimits(max_result_chars=20_000, max_problems=8),
+}
+
+
 class EpisodeLimits(Frozen):
     """When an episode gives up; turns and attempts are in `PromptRules`, for the agent knows them."""
 
@@ -44,7 +50,8 @@ class EpisodeLimits(Frozen):
     """Wall-clock limit of the job, waiting for a worker included."""
     num_examples: int = Field(2, ge=0, le=64)
     """Dev items shown in the prompt."""
-    tools: ToolLimits = ToolLimits()
+    tools: ToolLimits | None = None
+    """None: those of the prompt style, short answers for compact and long ones for full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +180,7 @@ async def _turns(
         talk.turns.append(_record(turn, name, answer))
         tell("turn", name or "malformed call")
         if tools.accepted is not None:
-            return "job_lost"
+            return "job_lost"  # until the job's own outcome is known
         if tools.attempts_left == 0:
             return "attempts_used_up"
         if num_malformed >= task.limits.max_malformed_calls:
@@ -236,7 +243,7 @@ def _tools(task: EpisodeTask, workspace: Workspace, runner: JobRunner) -> AgentT
         runner,
         max_attempts=task.rules.weights.max_attempts,
         bounds=task.rules.bounds,
-        limits=task.limits.tools,
+        limits=task.limits.tools or _TOOL_LIMITS[task.style],
     )
 
 
