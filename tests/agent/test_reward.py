@@ -119,6 +119,8 @@ def test_paired_withholds_validation_when_agent_code_killed_the_job() -> None:
     dead = outcome(None, status="failed", reason="env.crashed")
     assert paired(dead).total == 0.0
     assert seed(dead).total == pytest.approx(0.35)
+    no_jail = outcome(None, status="failed", reason="env.jail.start")
+    assert paired(no_jail).total == pytest.approx(0.35)
     assert paired(outcome(None, status="lost", reason="worker.lost")).total == pytest.approx(0.35)
 
 

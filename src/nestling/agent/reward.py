@@ -48,6 +48,8 @@ class RewardWeights(Frozen):
     """Part of the `seed` quality that pays the trained score as such; the rest pays uplift."""
     agent_fault_reasons: tuple[str, ...] = ("env.",)
     """Prefixes of outcome reasons that mean death in the agent's code; `paired` then pays nothing."""
+    machine_fault_reasons: tuple[str, ...] = ("env.jail.",)
+    """Exceptions to them: the jail itself could not start."""
 
     @model_validator(mode="after")
     def _check(self) -> RewardWeights:
@@ -240,7 +242,10 @@ def _scores(outcome: Outcome | None) -> tuple[float, float] | None:
 
 
 def _is_agent_fault(outcome: Outcome, weights: RewardWeights) -> bool:
-    return outcome.reason.startswith(weights.agent_fault_reasons)
+    reason = outcome.reason
+    return reason.startswith(weights.agent_fault_reasons) and not reason.startswith(
+        weights.machine_fault_reasons
+    )
 
 
 def _speed(budget_share: float) -> float:
