@@ -318,9 +318,10 @@ _SMALL_KEYS: tuple[Key, ...] = (
     ),
     _choice(
         "algo",
-        ("grpo", "max_rl"),
+        ("grpo", "max_rl", "echo", "rae"),
         "orchestrator.algo.type",
-        "grpo: reward minus group mean; max_rl: that, divided by the group mean.",
+        "grpo: reward minus group mean; max_rl: that, divided by the group mean; echo: grpo plus"
+        " cross-entropy on tool replies; rae: reward minus a moving average.",
     ),
     _bool(
         "length_penalty",
@@ -372,9 +373,9 @@ _SMALL_KEYS: tuple[Key, ...] = (
     _float(
         "lora_dropout",
         0.0,
-        (0.0, 0.0),
+        (0.0, 0.5),
         "trainer.model.lora.dropout",
-        "Dropout before the low-rank update; our trainer has none, so only 0 is accepted.",
+        "Dropout before the low-rank update.",
         only_with=_LORA,
     ),
     _int(
@@ -388,9 +389,10 @@ _SMALL_KEYS: tuple[Key, ...] = (
     ),
     _choice(
         "sampler",
-        ("standard",),
+        ("standard", "difficulty_pool"),
         f"{_SOURCE}.curriculum.sampler.type",
-        "standard: rows in order, again from the start. difficulty_pool needs the prime_rl trainer.",
+        "standard: rows in order, again from the start; difficulty_pool: rows that are neither always"
+        " nor never solved come more often.",
     ),
     _bool(
         "enable_thinking",
@@ -408,21 +410,11 @@ _LARGE_CHANGES: dict[str, dict[str, Any]] = {
     "warmup_steps": {"high": 99},
     "decay_steps": {"high": 100},
     "min_lr": {"high": 1e-3},
-    "algo": {
-        "choices": ("grpo", "max_rl", "echo", "rae"),
-        "meaning": "grpo: reward minus group mean; max_rl: that, divided by the group mean; echo: grpo plus"
-        " cross-entropy on tool replies; rae: reward minus a moving average.",
-    },
     "max_tokens": {"default": 256, "high": 2048},
     "max_turns": {"high": 32},
     "seq_len": {"default": 2048, "low": 512, "high": 8192},
     "lora_rank": {"default": 16},
-    "lora_dropout": {"high": 0.5, "meaning": "Dropout before the low-rank update."},
     "max_off_policy_steps": {"meaning": "Oldest weights a rollout may come from."},
-    "sampler": {
-        "choices": ("standard", "difficulty_pool"),
-        "meaning": "standard: rows in order; difficulty_pool: rows neither too easy nor too hard more often.",
-    },
     "enable_thinking": {"meaning": "Thinking mode of the chat template."},
 }
 
