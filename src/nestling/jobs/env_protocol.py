@@ -13,6 +13,8 @@ from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 
+from nestling.jobs.rollout_env import StopReason
+
 __all__ = [
     "MAX_FRAME_BYTES",
     "CallFrame",
@@ -70,8 +72,8 @@ class ProtocolError(Exception):
     """A frame that no honest peer sends."""
 
 
-class _Frame(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Immutable; unknown fields are an error."""
+class _Frame(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Unknown fields are an error."""
 
 
 class Load(_Frame, tag="load"):
@@ -120,7 +122,7 @@ class FinalFrame(_Frame):
 
     rollout_id: Id
     text: Text
-    stop: Annotated[str, msgspec.Meta(pattern=r"^(done|max_turns|max_tokens)$")]
+    stop: StopReason
     prompt_tokens: Count
     completion_tokens: Count
 
@@ -277,14 +279,14 @@ def decode_reply(body: bytes) -> Reply:
     return reply
 
 
-def check_json(value: Any) -> None:
+def check_json(value: object) -> None:
     """Refuse deep, huge or non-finite free-form JSON values.
 
     Raises:
         ProtocolError: more than 16 levels, more than 10,000 members, or an odd number.
     """
     seen = 0
-    stack: list[tuple[Any, int]] = [(value, 0)]
+    stack: list[tuple[object, int]] = [(value, 0)]
     while stack:
         item, depth = stack.pop()
         seen += 1
@@ -296,14 +298,19 @@ def check_json(value: Any) -> None:
             stack += [(member, depth + 1) for member in item.values()]
         elif isinstance(item, list):
             stack += [(member, depth + 1) for member in item]
-        elif isinstance(item, float):
-            if not math.isfinite(item):
-                raise ProtocolError(f"the number {item}")
-        elif isinstance(item, int) and not isinstance(item, bool):
-            if abs(item) >= 2**63:
-                raise ProtocolError("a whole number beyond 64 bits")
-        elif not (item is None or isinstance(item, str | bool)):
-            raise ProtocolError(f"a {type(item).__name__}; expected a JSON value")
+        else:
+            _check_leaf(item)
+
+
+def _check_leaf(item: object) -> None:
+    if isinstance(item, float):
+        if not math.isfinite(item):
+            raise ProtocolError(f"the number {item}")
+    elif isinstance(item, int) and not isinstance(item, bool):
+        if abs(item) >= 2**63:
+            raise ProtocolError("a whole number beyond 64 bits")
+    elif not (item is None or isinstance(item, str | bool)):
+        raise ProtocolError(f"a {type(item).__name__}; expected a JSON value")
 
 
 def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:

@@ -13,12 +13,14 @@ import sys
 from pathlib import Path
 from typing import Final
 
+import numpy
+
 from nestling.core.errors import ConfigError, JailError
 from nestling.jobs import env_protocol as wire
 from nestling.jobs.rollout_env import CallRequest, FinalRequest
 from nestling.jobs.verifiers_host import VerifiersHost, describe, load_taskset_from
 
-__all__ = ["serve"]
+__all__ = ["main", "serve"]
 
 MAX_ROWS_PAGE: Final = 256
 MAX_ROWS_PAGE_CHARS: Final = 1_000_000
@@ -31,7 +33,7 @@ def serve(request_fd: int, reply_fd: int, job_dir: Path) -> None:
     Whatever the job raises, exits included, becomes one `fault` frame and ends the worker.
     """
     host: VerifiersHost | None = None
-    random.seed(0)  # noqa: TID251 (the job's own default generator: same job, same numbers)
+    _seed_default_generators()
     while True:
         body = _read_frame(request_fd)
         if body is None:
@@ -54,6 +56,12 @@ def serve(request_fd: int, reply_fd: int, job_dir: Path) -> None:
         _write_all(reply_fd, frame)
         if isinstance(reply, wire.Fault | wire.Closed):
             return
+
+
+def _seed_default_generators() -> None:
+    """Same job, same numbers, in a cold worker and in a forked one."""
+    random.seed(0)  # noqa: TID251 (the job's own default generator, not ours)
+    numpy.random.seed(0)  # noqa: NPY002
 
 
 def _answer(host: VerifiersHost, request: wire.Request) -> wire.Reply:
@@ -126,7 +134,7 @@ def _final(frame: wire.FinalFrame) -> FinalRequest:
     return FinalRequest(
         rollout_id=frame.rollout_id,
         text=frame.text,
-        stop=frame.stop,  # type: ignore[arg-type] (the schema's pattern is the literal)
+        stop=frame.stop,
         prompt_tokens=frame.prompt_tokens,
         completion_tokens=frame.completion_tokens,
     )

@@ -30,7 +30,7 @@ from nestling.jobs.jail_confine import Confinement
 from nestling.jobs.jail_runtime import JAIL_JOB_DIR, python_runtime
 from nestling.jobs.jail_seccomp import seccomp_program
 
-__all__ = ["Jail", "JailLimits", "JailedProcess", "require_bubblewrap"]
+__all__ = ["WORKER_ENVIRONMENT", "Jail", "JailLimits", "JailedProcess", "require_bubblewrap"]
 
 _MINIMUM_VERSION: Final = (0, 8)
 """First with `--size`, which caps the private /tmp."""
@@ -41,7 +41,7 @@ _NUM_UIDS: Final = 4336
 """The range that systemd keeps for throw-away users."""
 _counter = itertools.count(os.getpid())
 
-_ENVIRONMENT: Final = {
+WORKER_ENVIRONMENT: Final = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",  # noqa: S108 (inside the jail, private)
     "TMPDIR": "/tmp",  # noqa: S108
@@ -244,7 +244,7 @@ class Jail:
         else:
             options.append("--unshare-user")
         options.append("--clearenv")
-        for name, value in _ENVIRONMENT.items():
+        for name, value in WORKER_ENVIRONMENT.items():
             options += ["--setenv", name, value]
         options += python_runtime().options
         options += ["--ro-bind", str(job_dir), JAIL_JOB_DIR, "--proc", "/proc"]
@@ -260,7 +260,7 @@ class Jail:
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,
-            env=dict(_ENVIRONMENT),
+            env=dict(WORKER_ENVIRONMENT),
             cwd=job_dir,
             pass_fds=tuple(keep_fds),
             start_new_session=True,

@@ -66,6 +66,10 @@ from verifiers.v1.utils.decorators import discover_decorated  # noqa: E402
 from verifiers.v1.utils.generic import concrete_type  # noqa: E402
 
 T = TypeVar("T")
+VfTaskset = Any
+VfTask = Any
+Foreign = Any
+"""A value of the author's making: nothing is known of its type (verifiers ships no types)."""
 
 MAX_LIVE_ROLLOUTS: Final = 65536
 MAX_TOOL_CHARS: Final = 8192
@@ -90,7 +94,7 @@ class VerifiersHost:
             Faults of a single tool call or reward are texts and records, never exceptions.
     """
 
-    def __init__(self, taskset: Any) -> None:
+    def __init__(self, taskset: VfTaskset) -> None:
         self._taskset = taskset
         self._source: Iterator[Any] = iter(taskset)
         self._exhausted = False
@@ -265,7 +269,7 @@ class VerifiersHost:
         return records
 
 
-def load_taskset_from(package_dir: Path, env_args: dict[str, Any] | None = None) -> Any:
+def load_taskset_from(package_dir: Path, env_args: dict[str, Any] | None = None) -> VfTaskset:
     """The taskset of the job in `package_dir`, whose package is the folder `environment`.
 
     Runs the package's code. `env_args` are the taskset's own config fields.
@@ -318,7 +322,7 @@ def describe(error: BaseException) -> str:
 class _StrictTrace(vf.Trace):  # type: ignore[misc]
     """A Trace that takes only honest numbers: a bool, a text or infinity is no reward."""
 
-    def record_reward(self, name: str, value: Any, weight: float = 1.0) -> None:
+    def record_reward(self, name: str, value: Foreign, weight: float = 1.0) -> None:
         if self.rewards.get(name) is not None:
             raise ValueError(f"two rewards are named {name!r}")
         if isinstance(value, bool):
@@ -326,19 +330,19 @@ class _StrictTrace(vf.Trace):  # type: ignore[misc]
         super().record_reward(name, _finite(f"reward {name}", value), weight)
         _finite(f"weighted reward {name}", self.rewards[name].value)
 
-    def record_metric(self, name: str, value: Any) -> None:
+    def record_metric(self, name: str, value: Foreign) -> None:
         super().record_metric(name, _finite(f"metric {name}", value))
 
 
 @dataclass(slots=True, kw_only=True)
 class _LoadedRow:
     row: Row
-    task: Any
+    task: VfTask
     messages: list[Any]
     key: str | None = None
     hash: str | None = None
 
-    def trace_task(self) -> Any:
+    def trace_task(self) -> Foreign:
         if self.hash is None:
             self.hash = self.task.hash
             self.key = self.hash if type(self.task).key is vf.Task.key else self.task.key
@@ -352,7 +356,7 @@ class _Tool:
     toolset: int
     """Position in the rollout's list of toolsets, shared ones first."""
     attribute: str
-    metadata: Any
+    metadata: Foreign
     """The tool's own argument model, with its coercions."""
 
 
@@ -374,19 +378,19 @@ class _TaskKind:
 
 @dataclass(slots=True, kw_only=True)
 class _Rollout:
-    task: Any
+    task: VfTask
     trace: Any
     toolsets: list[Any]
     num_calls: int = 0
     stop_hooks: list[Callable[..., Any]] | None = None
 
-    def add_node(self, message: Any, *, sampled: bool = False) -> None:
+    def add_node(self, message: Foreign, *, sampled: bool = False) -> None:
         nodes = self.trace.nodes
         parent = len(nodes) - 1 if nodes else None
         nodes.append(MessageNode(parent=parent, message=message, sampled=sampled))
 
     def add_turn(
-        self, message: Any, finish_reason: str, request: CallRequest | FinalRequest
+        self, message: Foreign, finish_reason: str, request: CallRequest | FinalRequest
     ) -> None:
         self.add_node(message, sampled=True)
         usage = Usage(
@@ -429,7 +433,7 @@ class _Rollout:
         return self.stop_hooks
 
 
-def _load_row(index: int, task: Any) -> _LoadedRow:
+def _load_row(index: int, task: VfTask) -> _LoadedRow:
     if not isinstance(task, vf.Task):
         raise JailError("env.rows", f"row {index} is a {type(task).__name__}; expected a vf.Task")
     try:
@@ -459,14 +463,14 @@ def _load_row(index: int, task: Any) -> _LoadedRow:
     return _LoadedRow(row=row, task=task, messages=messages)
 
 
-def _prompt_messages(data: Any) -> list[Any]:
+def _prompt_messages(data: Foreign) -> list[Any]:
     system = [SystemMessage(content=data.system_prompt)] if data.system_prompt else []
     if isinstance(data.prompt, str):
         return [*system, UserMessage(content=data.prompt)]
     return [*system, *(data.prompt or [])]
 
 
-async def _describe_kind(task: Any, shared: list[Any]) -> _TaskKind:
+async def _describe_kind(task: VfTask, shared: list[Any]) -> _TaskKind:
     task_type = type(task)
     try:
         toolsets = [*shared, *task.toolsets(task.config)]
@@ -537,7 +541,7 @@ async def _describe_tools(toolsets: list[Any]) -> tuple[dict[str, _Tool], list[d
     return tools, schemas
 
 
-def _score_problem(task: Any) -> str | None:
+def _score_problem(task: VfTask) -> str | None:
     if task.config.judges:
         return "judges call a model over the network; expected only @vf.reward methods"
     rewards = task.hooks("reward")
@@ -586,11 +590,11 @@ async def _score(rollout: _Rollout, kind: _TaskKind) -> ScoreRecord:
     return ScoreRecord(reward=total, rewards=rewards, metrics=metrics)
 
 
-async def _wait(awaitable: Any) -> Any:
+async def _wait(awaitable: Foreign) -> Foreign:
     return await awaitable
 
 
-def _tool_text(result: Any) -> str:
+def _tool_text(result: Foreign) -> str:
     if isinstance(result, str):
         return result
     if result is None:
@@ -598,7 +602,7 @@ def _tool_text(result: Any) -> str:
     return pydantic_core.to_json(result, fallback=str, indent=2).decode()
 
 
-def _finite(name: str, value: Any) -> float:
+def _finite(name: str, value: Foreign) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a float")
     number = float(value)
