@@ -40,6 +40,7 @@ _SLEEPER: Final = "echo ready >/proc/self/fd/{ready}; exec sleep 2147483647"
 """First program in a jail: says that mounts are done, then keeps the namespaces alive."""
 
 _BOOT: Final = """\
+import sys
 sys.path[len(sys.path):] = {sys_path!r}
 from nestling.jobs.jail_zygote import run_zygote
 run_zygote({control})
