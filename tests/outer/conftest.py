@@ -10,13 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from nestling.agent.episode_result import EpisodeResult
 from nestling.agent.policy import Trajectory
 from nestling.agent.reward import Terms
 from nestling.core.errors import LearnerError
 from nestling.core.seeds import derive_seed
+from nestling.engine.config import ModelConfig
+from nestling.engine.model import Model
+from nestling.engine.tokenizer import Tokenizer
+from nestling.engine.weights import Weights
 from nestling.outer.learner import LossSpec, LossStats, Sampled, StepStats, TrainRow
+from nestling.outer.learners.embedded import EmbeddedConfig, EmbeddedLearner
 from nestling.outer.plan import EpisodePlan
 from nestling.store.run_store import RunStore
 
@@ -101,7 +107,7 @@ class TableLearner:
 
     async def load(self, ref: str) -> None:
         try:
-            version, table = json.loads(Path(ref).read_text())
+            version, table = json.loads(Path(ref).read_text())  # noqa: ASYNC240
         except (OSError, ValueError) as error:
             raise LearnerError(f"{ref} is not a saved state") from error
         self.version, self.table, self.grad = version, np.array(table), None
@@ -184,3 +190,47 @@ def game_player() -> type[GamePlayer]:
 @pytest.fixture
 def make_result() -> Callable[..., EpisodeResult]:
     return result_of
+
+
+TOKENIZER = Tokenizer.closed(["ann", "bob", "cat", *"0123456789"])
+
+
+def tiny_model(seed: int = 0) -> Model:
+    config = ModelConfig(
+        vocab_size=TOKENIZER.vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_positions=256,
+    )
+    weights = Weights.init(config, 1, torch.Generator().manual_seed(seed))
+    return Model(config=config, weights=weights, tokenizer=TOKENIZER)
+
+
+@pytest.fixture
+def embedded(tmp_path: Path) -> Iterator[Callable[..., EmbeddedLearner]]:
+    """Makes embedded learners over one folder; all are closed at the end."""
+    made: list[EmbeddedLearner] = []
+
+    def make(model_seed: int = 0, folder: str = "states", **changes) -> EmbeddedLearner:
+        settings = {"max_total_tokens": 96, "num_sessions": 8, "window_s": 0.002, **changes}
+        learner = EmbeddedLearner(
+            tiny_model(model_seed), tmp_path / folder, EmbeddedConfig(**settings)
+        )
+        made.append(learner)
+        return learner
+
+    yield make
+    for learner in made:
+        learner.close()
+
+
+@pytest.fixture(params=["table", "embedded", "embedded-lora"])
+def new_learner(request, tmp_path, embedded) -> Callable[[], object]:
+    """Every learner that runs without an account; calling it again gives a fresh one."""
+    if request.param == "table":
+        return lambda: TableLearner(tmp_path, lr_scale=100.0)
+    return lambda: embedded(lora_rank=4 if request.param == "embedded-lora" else 0)

@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import logging
 
 import numpy as np
@@ -6,10 +7,11 @@ import pytest
 
 from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError, FleetError, LearnerError, StoreError
-from nestling.outer.batch import DeadEpisode, PlayedEpisode
+from nestling.outer.batch import DeadEpisode
 from nestling.outer.config import HeldOutConfig, OuterConfig
 from nestling.outer.loop import train
 from nestling.outer.store_log import StoreLog
+from nestling.store.run_store import RunStore
 
 FAMILIES = ["ledger", "dispatch"]
 
@@ -74,7 +76,7 @@ async def test_run_stops_when_nothing_finishes_any_more(table_learner, game_play
     async def break_all(plan):
         raise OSError("no machine")
 
-    with pytest.raises(FleetError, match="no machine.*resume"), caplog.at_level(50):
+    with pytest.raises(FleetError, match=r"no machine.*resume"), caplog.at_level(50):
         await run(config(steps=9), learner, game_player(learner, before=break_all), store)
     done = await run(config(steps=9), learner, game_player(learner), store)
     assert done.step == 9
@@ -144,35 +146,39 @@ async def test_constant_groups_make_no_update(table_learner, game_player, store)
     assert reports[2].update.learning_rate == pytest.approx(config().learning_rate_at(0))
 
 
+async def run_cut(settings, learner, player, store, should_cut):
+    """Run, cancelled after the first episode for which `should_cut(episode)`; whether it was."""
+    tasks = []
+
+    def look(episode):
+        if should_cut(episode):
+            tasks[0].cancel()
+
+    async with asyncio.TaskGroup() as group:
+        tasks.append(group.create_task(run(settings, learner, player, store, on_episode=look)))
+        with contextlib.suppress(asyncio.CancelledError):
+            await tasks[0]
+    return tasks[0].cancelled()
+
+
 async def test_resumed_run_equals_an_undisturbed_one(table_learner, game_player, store, tmp_path):
     calm = table_learner()
     calm.folder = tmp_path / "calm"
     calm.folder.mkdir()
-    from nestling.store.run_store import RunStore
-
     with RunStore(tmp_path / "calm.db") as calm_store:
         await run(config(steps=5), calm, game_player(calm), calm_store)
         expected = finished(calm_store)
 
-    played = []
-    for stop_after in (3, 7, 11, 18, 29, None):
-        learner, count = table_learner(), 0
-        player = game_player(learner)
-        task = None
-
-        def stop(episode, stop_after=stop_after):
-            nonlocal count
-            count += 1
-            if stop_after is not None and len(finished(store)) >= stop_after:
-                task.cancel()
-
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(run(config(steps=5), learner, player, store, on_episode=stop))
-            try:
-                await task
-            except asyncio.CancelledError:
-                assert stop_after is not None
-        played += player.played
+    for cut_at in (3, 7, 11, 18, 29, None):
+        learner = table_learner()
+        was_cut = await run_cut(
+            config(steps=5),
+            learner,
+            game_player(learner),
+            store,
+            lambda _, cut_at=cut_at: cut_at is not None and len(finished(store)) >= cut_at,
+        )
+        assert was_cut == (cut_at is not None)
     assert finished(store) == expected
     assert learner.version == calm.version
     np.testing.assert_array_equal(learner.table, calm.table)
@@ -180,26 +186,19 @@ async def test_resumed_run_equals_an_undisturbed_one(table_learner, game_player,
 
 async def test_finished_episodes_are_never_played_again(table_learner, game_player, store):
     settings = config(steps=2, groups_per_step=1, max_parallel_episodes=1)
-    counts = {}
-    for _ in range(10):
+    seen = []
+
+    def note(episode):
+        seen.append(episode.plan.episode_id)
+        return True
+
+    while True:
         learner = table_learner()
-        player = game_player(learner)
-
-        def stop(episode):
-            if isinstance(episode, PlayedEpisode):
-                counts[episode.plan.episode_id] = counts.get(episode.plan.episode_id, 0) + 1
-            task.cancel()
-
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(run(settings, learner, player, store, on_episode=stop))
-            try:
-                await task
-                break
-            except asyncio.CancelledError:
-                continue
+        if not await run_cut(settings, learner, game_player(learner), store, note):
+            break
     assert StoreLog(store).progress().step == 2
-    assert counts == dict.fromkeys(finished(store), 1)
-    assert len(counts) == 8
+    assert sorted(seen) == finished(store)
+    assert len(seen) == 8
 
 
 async def test_learner_failure_stops_the_run_as_itself(table_learner, game_player, store):

@@ -47,7 +47,7 @@ def test_p_value_under_the_null_is_uniform_enough():
 
 
 def test_paired_lists_must_match():
-    with pytest.raises(ValueError, match="shorter|longer"):
+    with pytest.raises(ValueError, match="longer"):
         stats.paired_difference([1.0], [1.0, 2.0], seed=0)
 
 

@@ -84,8 +84,8 @@ class LossStats:
     """Mean negative log-probability of the sampled tokens: an estimate of the entropy."""
     clipped_share: float | None = None
     """Share of tokens whose ratio the loss clipped."""
-    logprobs: list[list[float]] | None = None
-    """Learner's log-probabilities per row and token (0.0 where not sampled), when it gives them."""
+    max_logprob_gap: float | None = None
+    """Largest distance between log-probability at sampling and now; about 0 right after sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ class UpdateStats(Frozen):
     kl_initial: float | None
     nll: float | None
     clipped_share: float | None
+    max_logprob_gap: float | None
 
     @classmethod
     def of(cls, loss: LossStats, step: StepStats) -> UpdateStats:
@@ -38,6 +39,7 @@ class UpdateStats(Frozen):
             kl_initial=loss.kl_initial,
             nll=loss.nll,
             clipped_share=loss.clipped_share,
+            max_logprob_gap=loss.max_logprob_gap,
         )
 
 

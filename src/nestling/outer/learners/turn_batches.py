@@ -1,0 +1,234 @@
+"""Turns of many concurrent sessions become batches on one worker thread.
+
+Requests that arrive while the thread is busy, or within a short window of each other, are decoded
+together. A session keeps its cache between turns: a prompt that extends what its slot already holds
+feeds only the new tokens. Slots are shared by recency; a session that lost its slot is prefilled
+again. Tokens depend on ids and seed, not on neighbours or arrival; in the last bits of log-
+probabilities the shape of a batch may show. `lockstep` removes that too: every turn alone, from an
+empty cache, so that a turn is bit for bit a function of its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+
+from nestling.core.errors import LearnerError, NestlingError
+from nestling.engine.decoder import row_uniforms
+from nestling.engine.model import Model
+from nestling.engine.turn_sampler import SamplingParams, TurnSampler
+from nestling.outer.learner import Sampled
+
+__all__ = ["PublishedPolicy", "TurnBatcher", "TurnRequest"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """One turn to sample."""
+
+    ids: tuple[int, ...]
+    session: str
+    seed: int
+    max_tokens: int
+    temperature: float
+
+
+class PublishedPolicy:
+    """Immutable weights with the caches of the sessions that sample them; one thread at a time.
+
+    Memory for caches is taken at the first turn: `num_slots` sessions of `max_len` tokens.
+    """
+
+    def __init__(self, model: Model, *, version: int, num_slots: int, max_len: int) -> None:
+        self._model = model
+        self._version = version
+        self._num_slots = num_slots
+        self._max_len = max_len
+        self._sampler: _SeededTurnSampler | None = None
+        self._slots: OrderedDict[str, _Slot] = OrderedDict()
+
+    @property
+    def version(self) -> int:
+        """Updates in these weights."""
+        return self._version
+
+    @property
+    def model(self) -> Model:
+        """The weights; not to be changed."""
+        return self._model
+
+    @property
+    def num_slots(self) -> int:
+        """Sessions that can be decoded together."""
+        return self._num_slots
+
+    def sample(self, requests: Sequence[TurnRequest], *, keep_cache: bool = True) -> list[Sampled]:
+        """One turn per request; they differ in session and agree in temperature and `max_tokens`.
+
+        Blocks. Raises `LearnerError` when a prompt does not fit.
+        """
+        if self._sampler is None:
+            self._sampler = _SeededTurnSampler(self._model, self._num_slots, self._max_len)
+        for request in requests:
+            if not 0 < len(request.ids) < self._max_len:
+                raise LearnerError(
+                    f"a prompt of {len(request.ids)} tokens; expected 1 to {self._max_len - 1}; "
+                    f"raise max_total_tokens or end the episode earlier"
+                )
+        params = SamplingParams(
+            temperature=requests[0].temperature,
+            max_turn_tokens=requests[0].max_tokens,
+            max_total_tokens=self._max_len,
+        )
+        slots = self._ready_slots(self._sampler, requests)
+        turns = self._sampler.sample([slot.index for slot in slots], params)
+        answers = []
+        for slot, turn in zip(slots, turns, strict=True):
+            slot.ids += turn.ids
+            answers.append(
+                Sampled(ids=turn.ids, logprobs=turn.logprobs, stopped=not turn.truncated)
+            )
+        if not keep_cache:
+            for request in requests:
+                self._sampler.close(self._slots.pop(request.session).index)
+        return answers
+
+    def _ready_slots(
+        self, sampler: _SeededTurnSampler, requests: Sequence[TurnRequest]
+    ) -> list[_Slot]:
+        """A slot per request, holding exactly its ids and its seed."""
+        for request in requests:
+            if request.session in self._slots:
+                self._slots.move_to_end(request.session)
+        ready = []
+        for request in requests:
+            slot = self._slots.get(request.session)
+            if slot is not None and request.ids[: len(slot.ids)] != tuple(slot.ids):
+                sampler.close(self._slots.pop(request.session).index)
+                slot = None
+            if slot is None:
+                if len(self._slots) >= self._num_slots:
+                    _, oldest = self._slots.popitem(last=False)
+                    sampler.close(oldest.index)
+                slot = _Slot(index=sampler.open(request.ids, request.seed), ids=[])
+                self._slots[request.session] = slot
+            else:
+                sampler.feed(slot.index, request.ids[len(slot.ids) :])
+                sampler.reseed(slot.index, request.seed)
+            slot.ids = list(request.ids)
+            ready.append(slot)
+        return ready
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    index: int
+    ids: list[int]
+
+
+class _SeededTurnSampler(TurnSampler):
+    """Every turn has a seed of its own, so that it can be sampled again without those before it."""
+
+    def reseed(self, slot: int, seed: int) -> None:
+        """Random numbers of the session's next turns."""
+        self._session(slot).uniforms = row_uniforms(seed, self._max_len + 1)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Waiting:
+    policy: PublishedPolicy
+    request: TurnRequest
+    answer: asyncio.Future[Sampled]
+
+
+class TurnBatcher:
+    """Collects requests on the event loop and runs them in batches on a one-thread executor.
+
+    Used from one event loop. A cancelled request that already runs finishes unheard.
+    """
+
+    def __init__(self, executor: Executor, *, window_s: float, lockstep: bool) -> None:
+        self._executor = executor
+        self._window_s = window_s
+        self._lockstep = lockstep
+        self._waiting: list[_Waiting] = []
+        self._is_busy = False
+
+    async def sample(self, policy: PublishedPolicy, request: TurnRequest) -> Sampled:
+        """One turn; raises `LearnerError`."""
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(policy=policy, request=request, answer=loop.create_future())
+        self._waiting.append(waiting)
+        self._schedule(loop)
+        return await waiting.answer
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._is_busy or not self._waiting:
+            return
+        self._is_busy = True
+        loop.call_later(0.0 if self._lockstep else self._window_s, self._dispatch, loop)
+
+    def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        batch = self._choose()
+        if not batch:
+            self._is_busy = False
+            return
+        try:
+            running = self._executor.submit(
+                batch[0].policy.sample,
+                [one.request for one in batch],
+                keep_cache=not self._lockstep,
+            )
+        except RuntimeError as error:  # the executor was shut down
+            for one in batch:
+                one.answer.set_exception(LearnerError(f"the learner is closed: {error}"))
+            self._is_busy = False
+            return
+        running.add_done_callback(
+            lambda done: loop.call_soon_threadsafe(self._finish, loop, batch, done)
+        )
+
+    def _choose(self) -> list[_Waiting]:
+        """The oldest request and all others that can be decoded with it."""
+        self._waiting = [one for one in self._waiting if not one.answer.done()]
+        batch: list[_Waiting] = []
+        sessions: set[str] = set()
+        for one in self._waiting:
+            if batch and not _fit_together(batch[0], one):
+                continue
+            if one.request.session in sessions:
+                continue
+            batch.append(one)
+            sessions.add(one.request.session)
+            if self._lockstep or len(batch) >= one.policy.num_slots:
+                break
+        self._waiting = [one for one in self._waiting if one not in batch]
+        return batch
+
+    def _finish(
+        self, loop: asyncio.AbstractEventLoop, batch: list[_Waiting], done: Future[list[Sampled]]
+    ) -> None:
+        self._is_busy = False
+        error = done.exception()
+        for place, one in enumerate(batch):
+            if one.answer.done():
+                continue
+            if error is None:
+                one.answer.set_result(done.result()[place])
+            elif isinstance(error, NestlingError | RuntimeError | MemoryError):
+                # One exception object must not be raised by several tasks.
+                one.answer.set_exception(LearnerError(f"sampling failed: {error}"))
+            else:
+                one.answer.set_exception(error)
+        self._schedule(loop)
+
+
+def _fit_together(first: _Waiting, other: _Waiting) -> bool:
+    return (
+        first.policy is other.policy
+        and first.request.temperature == other.request.temperature
+        and first.request.max_tokens == other.request.max_tokens
+    )
