@@ -179,6 +179,11 @@ class Weights:
                 view.fill_(1.0)
         return weights
 
+    @classmethod
+    def seeded(cls, config: ModelConfig, seed: int, num_jobs: int = 1) -> Weights:
+        """`init` with a generator of its own, for callers that know no torch."""
+        return cls.init(config, num_jobs, torch.Generator().manual_seed(seed))
+
     def clone(self) -> Weights:
         """A copy that shares nothing."""
         return Weights(self.config, self.flat.detach().clone())
