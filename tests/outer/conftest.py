@@ -24,6 +24,7 @@ from nestling.engine.weights import Weights
 from nestling.outer.learner import LossSpec, LossStats, Sampled, StepStats, TrainRow
 from nestling.outer.learners.embedded import EmbeddedConfig, EmbeddedLearner
 from nestling.outer.plan import EpisodePlan
+from nestling.store.group_commit import GroupCommit
 from nestling.store.run_store import RunStore
 
 VOCAB = 6
@@ -178,6 +179,12 @@ def store(tmp_path: Path) -> Iterator[RunStore]:
 
 
 @pytest.fixture
+def writer(store: RunStore) -> Iterator[GroupCommit]:
+    with GroupCommit(store) as opened:
+        yield opened
+
+
+@pytest.fixture
 def table_learner(tmp_path: Path) -> Callable[[], TableLearner]:
     return lambda: TableLearner(tmp_path)
 
@@ -234,3 +241,8 @@ def new_learner(request, tmp_path, embedded) -> Callable[[], object]:
     if request.param == "table":
         return lambda: TableLearner(tmp_path, lr_scale=100.0)
     return lambda: embedded(lora_rank=4 if request.param == "embedded-lora" else 0)
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return TOKENIZER

@@ -26,13 +26,13 @@ def arm(name, gain, make_result, *, step=0, fail_on=()):
     return Arm(name=name, play=play, step=step)
 
 
-async def measure(arms, store, families=("triage",), **more):
-    return await sweep(arms, families, config=CONFIG, seed=9, log=StoreLog(store), **more)
+async def measure(arms, writer, families=("triage",), **more):
+    return await sweep(arms, families, config=CONFIG, seed=9, log=StoreLog(writer), **more)
 
 
-async def test_pairs_show_a_gain_that_unpaired_spread_would_hide(make_result, store):
+async def test_pairs_show_a_gain_that_unpaired_spread_would_hide(make_result, writer):
     arms = [arm("untrained", 0.0, make_result), arm("step-10", 0.05, make_result, step=10)]
-    found = await measure(arms, store, against=["untrained"])
+    found = await measure(arms, writer, against=["untrained"])
     base, trained = (found.result(name).summary for name in ("untrained", "step-10"))
     assert base.reward.hi > trained.reward.lo
     difference = found.comparison("step-10", "untrained").difference
@@ -42,15 +42,15 @@ async def test_pairs_show_a_gain_that_unpaired_spread_would_hide(make_result, st
     assert found.comparison("untrained", "untrained") is None
 
 
-async def test_equal_arms_show_nothing(make_result, store):
+async def test_equal_arms_show_nothing(make_result, writer):
     arms = [arm("a", 0.1, make_result), arm("b", 0.1, make_result)]
-    difference = (await measure(arms, store, against=["a"])).comparison("b", "a").difference
+    difference = (await measure(arms, writer, against=["a"])).comparison("b", "a").difference
     assert difference.p_value > 0.05
     assert difference.lo < 0 < difference.hi
 
 
-async def test_all_families_are_pooled(make_result, store):
-    found = await measure([arm("a", 0.0, make_result)], store, families=("triage", "ledger"))
+async def test_all_families_are_pooled(make_result, writer):
+    found = await measure([arm("a", 0.0, make_result)], writer, families=("triage", "ledger"))
     assert {one.family: one.summary.n for one in found.results} == {
         "triage": 24,
         "ledger": 24,
@@ -58,18 +58,18 @@ async def test_all_families_are_pooled(make_result, store):
     }
 
 
-async def test_dead_episodes_leave_their_pairs(make_result, store, caplog):
+async def test_dead_episodes_leave_their_pairs(make_result, writer, caplog):
     arms = [arm("a", 0.0, make_result), arm("b", 0.1, make_result, fail_on=(0, 5))]
     with caplog.at_level(logging.CRITICAL):
-        found = await measure(arms, store, against=["a"])
+        found = await measure(arms, writer, against=["a"])
     assert found.result("b").dead == 2
     assert found.comparison("b", "a").difference.n == 22
 
 
-async def test_sweep_continues_where_it_was_cut(make_result, store, caplog):
+async def test_sweep_continues_where_it_was_cut(make_result, writer, caplog):
     first = arm("a", 0.0, make_result, fail_on=(3,))
     with caplog.at_level(logging.CRITICAL):
-        await measure([first], store)
+        await measure([first], writer)
     played = []
     again = arm("a", 0.0, make_result)
 
@@ -77,29 +77,29 @@ async def test_sweep_continues_where_it_was_cut(make_result, store, caplog):
         played.append(plan.member)
         return await again.play(plan)
 
-    found = await measure([Arm(name="a", play=count)], store)
+    found = await measure([Arm(name="a", play=count)], writer)
     assert played == [3]
     assert found.result("a").summary.n == 24
 
 
-async def test_sweep_survives_json(make_result, store):
-    found = await measure([arm("a", 0.0, make_result), arm("b", 0.0, make_result)], store, against=["a"])  # fmt: skip
+async def test_sweep_survives_json(make_result, writer):
+    found = await measure([arm("a", 0.0, make_result), arm("b", 0.0, make_result)], writer, against=["a"])  # fmt: skip
     assert Sweep.model_validate(json.loads(found.model_dump_json())) == found
 
 
-async def test_learner_failure_ends_the_sweep(make_result, store):
+async def test_learner_failure_ends_the_sweep(make_result, writer):
     async def broken(plan):
         raise LearnerError("no device")
 
     with pytest.raises(LearnerError):
-        await measure([Arm(name="a", play=broken)], store)
+        await measure([Arm(name="a", play=broken)], writer)
 
 
 @pytest.mark.parametrize(
     ("names", "against", "message"),
     [(["a", "a"], [], "not unique"), (["a"], ["noop"], "cannot compare")],
 )
-async def test_wrong_arms_are_refused(make_result, store, names, against, message):
+async def test_wrong_arms_are_refused(make_result, writer, names, against, message):
     arms = [arm(name, 0.0, make_result) for name in names]
     with pytest.raises(ConfigError, match=message):
-        await measure(arms, store, against=against)
+        await measure(arms, writer, against=against)

@@ -10,7 +10,8 @@ from nestling.core.errors import ConfigError, FleetError, LearnerError, StoreErr
 from nestling.outer.batch import DeadEpisode
 from nestling.outer.config import HeldOutConfig, OuterConfig
 from nestling.outer.loop import train
-from nestling.outer.store_log import StoreLog
+from nestling.outer.store_log import StoreLog, checkpoints, step_reports
+from nestling.store.group_commit import GroupCommit
 from nestling.store.run_store import RunStore
 
 FAMILIES = ["ledger", "dispatch"]
@@ -23,15 +24,16 @@ def config(**changes):
 
 
 async def run(settings, learner, player, store, **hooks):
-    return await train(
-        settings,
-        learner=learner,
-        player=player,
-        log=StoreLog(store),
-        families=FAMILIES,
-        clock=SystemClock(),
-        **hooks,
-    )
+    with GroupCommit(store) as writer:
+        return await train(
+            settings,
+            learner=learner,
+            player=player,
+            log=StoreLog(writer),
+            families=FAMILIES,
+            clock=SystemClock(),
+            **hooks,
+        )
 
 
 def finished(store):
@@ -48,7 +50,10 @@ async def test_reward_rises_above_chance(table_learner, game_player, store):
     assert last > 0.6
     assert reports[-1].version == 25
     assert reports[-1].staleness_max == 0
-    assert StoreLog(store).reports() == reports
+    assert step_reports(store) == reports
+    saved = checkpoints(store)
+    assert [one.version for one in saved] == list(range(26))
+    assert saved[-1].step == 25
 
 
 async def test_dead_episode_costs_only_itself(table_learner, game_player, store, caplog):
@@ -196,7 +201,7 @@ async def test_finished_episodes_are_never_played_again(table_learner, game_play
         learner = table_learner()
         if not await run_cut(settings, learner, game_player(learner), store, note):
             break
-    assert StoreLog(store).progress().step == 2
+    assert step_reports(store)[-1].step == 2
     assert sorted(seen) == finished(store)
     assert len(seen) == 8
 
@@ -257,16 +262,16 @@ async def test_measures_the_untrained_agent_and_every_few_steps(table_learner, g
     assert sorted(seen) == [(0, 0), (2, 2), (4, 4), (5, 5)]
 
 
-async def test_no_families_is_a_config_error(table_learner, game_player, store):
+async def test_no_families_is_a_config_error(table_learner, game_player, writer):
     learner = table_learner()
     with pytest.raises(ConfigError, match="training families"):
         await train(
-            config(), learner=learner, player=game_player(learner), log=StoreLog(store),
+            config(), learner=learner, player=game_player(learner), log=StoreLog(writer),
             families=[], clock=SystemClock(),
         )  # fmt: skip
 
 
-async def test_damaged_progress_is_said(store):
+async def test_damaged_progress_is_said(store, writer):
     store.set_meta("outer.progress", "{")
     with pytest.raises(StoreError, match="progress"):
-        StoreLog(store).progress()
+        await StoreLog(writer).progress()

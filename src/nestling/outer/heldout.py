@@ -137,8 +137,8 @@ _Episodes = list[PlayedEpisode | DeadEpisode]
 
 async def _play_arm(stage: Stage, log: RunLog, arm: Arm, group: GroupPlan) -> _Episodes:
     """All episodes of one arm and family, in order; only those not recorded yet are played."""
-    log.group_opened(group)
-    known = {one.plan.episode_id: one for one in log.finished_episodes([group])}
+    await log.group_opened(group)
+    known = {one.plan.episode_id: one for one in await log.finished_episodes([group])}
     async with asyncio.TaskGroup() as tasks:
         fresh = [
             tasks.create_task(stage.play(plan, lambda: (arm.version, arm.play)))

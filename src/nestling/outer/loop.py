@@ -132,7 +132,7 @@ class _Run:
         first = self._progress.step
         async with asyncio.TaskGroup() as tasks:
             self._start_measuring(tasks)
-            self._readmit(tasks)
+            await self._readmit(tasks)
             while self._progress.step < self._config.steps:
                 self._admit(tasks)
                 begun = self._clock.monotonic()
@@ -144,12 +144,12 @@ class _Run:
         return self._progress
 
     async def _restore(self) -> None:
-        progress = self._log.progress()
+        progress = await self._log.progress()
         if progress is None:
             self._handle = await self._learner.publish()
             ref = await self._learner.save(_name(0))
             progress = Progress(step=0, version=self._handle.version, learner_ref=ref)
-            self._log.commit_step(progress, None, [])
+            await self._log.commit_step(progress, None, [])
         else:
             await self._learner.load(progress.learner_ref)
             self._handle = await self._learner.publish()
@@ -172,7 +172,7 @@ class _Run:
         ahead = self._progress.step + self._config.max_staleness + 1
         return min(self._config.steps, ahead) * self._config.groups_per_step
 
-    def _readmit(self, tasks: asyncio.TaskGroup) -> None:
+    async def _readmit(self, tasks: asyncio.TaskGroup) -> None:
         """Groups that were open when the last process ended, with what they had finished."""
         self._next_group = self._limit()
         open_plans = [
@@ -181,7 +181,7 @@ class _Run:
             if not self._progress.is_spent(index)
         ]
         finished: dict[int, list[PlayedEpisode]] = {}
-        for episode in self._log.finished_episodes(open_plans):
+        for episode in await self._log.finished_episodes(open_plans):
             finished.setdefault(episode.plan.group, []).append(episode)
         for plan in open_plans:
             self._open(tasks, plan, finished.get(plan.index, []))
@@ -194,10 +194,10 @@ class _Run:
     def _open(
         self, tasks: asyncio.TaskGroup, plan: GroupPlan, finished: list[PlayedEpisode]
     ) -> None:
-        self._log.group_opened(plan)
         tasks.create_task(self._play_group(plan, finished), name=f"group-{plan.index}")
 
     async def _play_group(self, plan: GroupPlan, finished: list[PlayedEpisode]) -> None:
+        await self._log.group_opened(plan)
         reused = {episode.plan.member for episode in finished}
         async with asyncio.TaskGroup() as tasks:
             playing = [
@@ -273,7 +273,7 @@ class _Run:
             seconds=(now - begun, now - trained),
             eta_s=(now - started) / (step - first) * (config.steps - step),
         )
-        self._log.commit_step(progress, report, groups)
+        await self._log.commit_step(progress, report, groups)
         self._progress = progress
         if update:
             self._handle = await self._learner.publish()

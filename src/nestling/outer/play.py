@@ -52,12 +52,12 @@ class Stage:
         """
         async with self._places:
             version, play = policy()
-            self._log.episode_started(plan, version)
+            await self._log.episode_started(plan, version)
             episode = await self._outcome(plan, version, play)
             if isinstance(episode, PlayedEpisode):
-                self._log.episode_finished(episode)
+                await self._log.episode_finished(episode)
             else:
-                self._log.episode_died(episode)
+                await self._log.episode_died(episode)
             if self._on_episode is not None:
                 self._on_episode(episode)
             return episode

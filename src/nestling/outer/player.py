@@ -17,10 +17,12 @@ from nestling.outer.config import OuterConfig
 from nestling.outer.learner import Handle, Learner, Sampled
 from nestling.outer.plan import EpisodePlan
 
-__all__ = ["AgentPlayer", "HandleSampler", "MakeTask"]
+__all__ = ["AgentPlayer", "HandleSampler", "MakeRunner", "MakeTask"]
 
 MakeTask = Callable[[EpisodePlan], EpisodeTask]
 """Fills in family, rules and limits for a planned episode."""
+MakeRunner = Callable[[EpisodePlan], JobRunner]
+"""The machine room as this episode sees it, so that its jobs are accounted to it."""
 
 
 class HandleSampler:
@@ -56,7 +58,7 @@ class AgentPlayer:
 
     learner: Learner
     tokenizer: Tokenizer
-    runner: JobRunner
+    make_runner: MakeRunner
     make_task: MakeTask
     config: OuterConfig
     events: EventSink | None = None
@@ -82,5 +84,9 @@ class AgentPlayer:
     async def play_policy(self, plan: EpisodePlan, policy: Policy) -> EpisodeResult:
         """One episode of any policy, for example a reference one."""
         return await run_episode(
-            self.make_task(plan), policy, self.runner, events=self.events, clock=self.clock
+            self.make_task(plan),
+            policy,
+            self.make_runner(plan),
+            events=self.events,
+            clock=self.clock,
         )

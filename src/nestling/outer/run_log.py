@@ -45,35 +45,37 @@ class Progress(Frozen):
 class RunLog(Protocol):
     """Durable memory of one run; each writing call is one transaction and may be repeated.
 
+    A write is on disk when the call returns; once begun it is made even if the caller is cancelled.
+
     Raises `StoreError` when the memory is damaged, busy for too long or full; the run then stops
     and can be resumed.
     """
 
-    def progress(self) -> Progress | None:
+    async def progress(self) -> Progress | None:
         """The last committed state; None for a new run."""
         ...
 
-    def finished_episodes(self, groups: Sequence[GroupPlan]) -> list[PlayedEpisode]:
+    async def finished_episodes(self, groups: Sequence[GroupPlan]) -> list[PlayedEpisode]:
         """Episodes of these groups that finished, with their tokens."""
         ...
 
-    def group_opened(self, group: GroupPlan) -> None:
+    async def group_opened(self, group: GroupPlan) -> None:
         """A group was admitted."""
         ...
 
-    def episode_started(self, plan: EpisodePlan, version: int) -> None:
+    async def episode_started(self, plan: EpisodePlan, version: int) -> None:
         """An episode begins with weights `version`, perhaps not for the first time."""
         ...
 
-    def episode_finished(self, episode: PlayedEpisode) -> None:
+    async def episode_finished(self, episode: PlayedEpisode) -> None:
         """An episode came to its end; from now on it is never played again."""
         ...
 
-    def episode_died(self, episode: DeadEpisode) -> None:
+    async def episode_died(self, episode: DeadEpisode) -> None:
         """An episode broke down; a resumed run tries it again until a step has used its group."""
         ...
 
-    def commit_step(
+    async def commit_step(
         self, progress: Progress, report: StepReport | None, groups: Sequence[FinishedGroup]
     ) -> None:
         """The step is done: all three become visible together, or not at all.

@@ -1,8 +1,10 @@
-"""The run store as the outer loop's memory."""
+"""The run store as the outer loop's memory, and what others read of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,23 +17,88 @@ from nestling.outer.plan import EpisodePlan, GroupPlan
 from nestling.outer.run_log import Progress
 from nestling.outer.step_report import StepReport
 from nestling.store.episodes import TrajectoryRecord
+from nestling.store.group_commit import GroupCommit
 from nestling.store.run_store import RunStore
 
-__all__ = ["PROGRESS_KEY", "StoreLog"]
+__all__ = ["PROGRESS_KEY", "Checkpoint", "StoreLog", "checkpoints", "step_reports"]
 
 PROGRESS_KEY = "outer.progress"
 """Meta key under which the last committed state is kept."""
 
 
-class StoreLog:
-    """Satisfies `RunLog`; `policy` names the agent in episode rows."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One saved learner."""
 
-    def __init__(self, store: RunStore, *, policy: str = "learner") -> None:
-        self._store = store
+    step: int
+    """0 is the untrained agent."""
+    version: int
+    learner_ref: str
+    """What `Learner.load` takes."""
+
+
+def step_reports(store: RunStore) -> list[StepReport]:
+    """Every committed step, oldest first."""
+    return [
+        StepReport.model_validate(step.summary)
+        for step in store.progress.steps()
+        if step.state == "done"
+    ]
+
+
+def checkpoints(store: RunStore) -> list[Checkpoint]:
+    """Every saved learner, oldest first; a skipped step saves none."""
+    return [
+        Checkpoint(step=one.step, version=one.version, learner_ref=one.state_ref)
+        for one in store.learner.all()
+        if one.state_ref is not None
+    ]
+
+
+class StoreLog:
+    """Satisfies `RunLog` through the store's writer thread; `policy` names the agent in the rows."""
+
+    def __init__(self, writer: GroupCommit, *, policy: str = "learner") -> None:
+        self._writer = writer
+        self._store = writer.store
         self._policy = policy
 
-    def progress(self) -> Progress | None:
+    async def progress(self) -> Progress | None:
         """The last committed state; None for a new run."""
+        return await self._writer.run(self._progress)
+
+    async def finished_episodes(self, groups: Sequence[GroupPlan]) -> list[PlayedEpisode]:
+        """Episodes of these groups that finished, with their tokens."""
+        return await self._writer.run(lambda: self._finished_episodes(groups))
+
+    async def group_opened(self, group: GroupPlan) -> None:
+        """A group was admitted."""
+        await self._write(lambda: self._group_opened(group))
+
+    async def episode_started(self, plan: EpisodePlan, version: int) -> None:
+        """An episode begins; a second start keeps the first row."""
+        await self._write(lambda: self._episode_started(plan, version))
+
+    async def episode_finished(self, episode: PlayedEpisode) -> None:
+        """Result, reward, attempts and tokens in one transaction."""
+        await self._write(lambda: self._episode_finished(episode))
+
+    async def episode_died(self, episode: DeadEpisode) -> None:
+        """Only an event: the row stays open for another try."""
+        episode_id, data = episode.plan.episode_id, {"reason": episode.reason}
+        await self._write(lambda: self._store.events.append("episode.died", episode_id, data))
+
+    async def commit_step(
+        self, progress: Progress, report: StepReport | None, groups: Sequence[FinishedGroup]
+    ) -> None:
+        """Step, learner version, groups and deaths in one transaction."""
+        await self._write(lambda: self._commit_step(progress, report, groups))
+
+    async def _write(self, change: Callable[[], object]) -> None:
+        """A change that was handed in is made even when the caller is cancelled meanwhile."""
+        await asyncio.shield(asyncio.wrap_future(self._writer.submit(change)))
+
+    def _progress(self) -> Progress | None:
         text = self._store.meta(PROGRESS_KEY)
         if text is None:
             return None
@@ -43,24 +110,7 @@ class StoreLog:
                 f"restore a backup or start a new run"
             ) from error
 
-    def reports(self) -> list[StepReport]:
-        """Every committed step, oldest first."""
-        return [
-            StepReport.model_validate(step.summary)
-            for step in self._store.progress.steps()
-            if step.state == "done"
-        ]
-
-    def checkpoints(self) -> list[tuple[int, int, str]]:
-        """Step, version and `Learner.load` reference of every saved learner, oldest first."""
-        return [
-            (one.step, one.version, one.state_ref)
-            for one in self._store.learner.all()
-            if one.state_ref is not None
-        ]
-
-    def finished_episodes(self, groups: Sequence[GroupPlan]) -> list[PlayedEpisode]:
-        """Episodes of these groups that finished, with their tokens."""
+    def _finished_episodes(self, groups: Sequence[GroupPlan]) -> list[PlayedEpisode]:
         found: list[PlayedEpisode] = []
         for group in groups:
             plans = {plan.episode_id: plan for plan in group.episodes}
@@ -72,9 +122,8 @@ class StoreLog:
             ]
         return found
 
-    def group_opened(self, group: GroupPlan) -> None:
-        """A group was admitted."""
-        progress = self.progress()
+    def _group_opened(self, group: GroupPlan) -> None:
+        progress = self._progress()
         self._store.progress.open_group(
             group.group_id,
             purpose=group.purpose,
@@ -85,8 +134,7 @@ class StoreLog:
             learner_version=progress.version if progress else None,
         )
 
-    def episode_started(self, plan: EpisodePlan, version: int) -> None:
-        """An episode begins; a second start keeps the first row."""
+    def _episode_started(self, plan: EpisodePlan, version: int) -> None:
         self._store.episodes.start(
             plan.episode_id,
             group_id=plan.episode_id.rpartition("/")[0],
@@ -97,8 +145,7 @@ class StoreLog:
             learner_version=version,
         )
 
-    def episode_finished(self, episode: PlayedEpisode) -> None:
-        """Result, reward, attempts and tokens in one transaction."""
+    def _episode_finished(self, episode: PlayedEpisode) -> None:
         result, episode_id = episode.result, episode.plan.episode_id
         with self._store.transaction():
             for attempt in result.attempts:
@@ -119,16 +166,9 @@ class StoreLog:
                 trajectory=_tokens(result.trajectory),
             )
 
-    def episode_died(self, episode: DeadEpisode) -> None:
-        """Only an event: the row stays open for another try."""
-        self._store.events.append(
-            "episode.died", episode.plan.episode_id, {"reason": episode.reason}
-        )
-
-    def commit_step(
+    def _commit_step(
         self, progress: Progress, report: StepReport | None, groups: Sequence[FinishedGroup]
     ) -> None:
-        """Step, learner version, groups and deaths in one transaction."""
         store = self._store
         with store.transaction():
             for group in groups:
