@@ -316,6 +316,6 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 QueueMachine.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, database=None
+    max_examples=20, stateful_step_count=25, deadline=None, database=None
 )
 TestQueueMachine = QueueMachine.TestCase

@@ -77,7 +77,8 @@ class JobQueue:
                 return None
             tries = job.tries + 1
             now, mono_s = self._clock.now(), self._clock.monotonic()
-            token = f"{job.id}#{tries}"
+            # Every claim appends an event, so no two leases ever have the same token.
+            token = f"{job.id}#{self.store.events.last_seq()}"
             jobs.start(
                 job,
                 LeaseRecord(
@@ -124,6 +125,15 @@ class JobQueue:
             if job is None:
                 return None
             return self._end_try(job, reason, detail, retry=retry)
+
+    def give_back(self, token: str) -> bool:
+        """Queue a job again because its worker is stopped on purpose; no try is counted."""
+        with self.store.transaction():
+            job = self._leased(token, "give back")
+            if job is None:
+                return False
+            self.store.jobs.give_back(job)
+            return True
 
     def expire(self) -> list[str]:
         """End every lease whose time is over; returns the ids of their jobs."""

@@ -40,6 +40,9 @@ class NewJob:
     """Higher goes first, whatever the group."""
     lane: str = "cpu"
     """Which kind of worker may take it."""
+    episode_id: str | None = None
+    """Whose money it spends."""
+    family: str | None = None
     reuse_key: str | None = None
     """Jobs with the same key are the same work: at most one of them is not failed."""
     max_tries: int = 3
@@ -58,6 +61,8 @@ class JobRecord:
     lane: str
     group_key: str
     priority: int
+    episode_id: str | None
+    family: str | None
     reuse_key: str | None
     payload: dict[str, Any]
     result: Any | None
@@ -148,14 +153,17 @@ class JobTable:
         payload = json.dumps(job.payload, separators=(",", ":"), allow_nan=False)
         with self._connection.transaction():
             self._connection.execute(
-                "INSERT INTO jobs (id, kind, state, lane, group_key, priority, reuse_key, payload, "
-                "max_tries, deadline_s, queued_at) VALUES (?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO jobs (id, kind, state, lane, group_key, priority, episode_id, family, "
+                "reuse_key, payload, max_tries, deadline_s, queued_at) "
+                "VALUES (?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     job.id,
                     job.kind,
                     job.lane,
                     job.group_key,
                     job.priority,
+                    job.episode_id,
+                    job.family,
                     job.reuse_key,
                     payload,
                     job.max_tries,
@@ -277,6 +285,12 @@ class JobTable:
             self._connection.execute("UPDATE jobs SET state = 'queued' WHERE id = ?", (job.id,))
             self._share(job, "queued = queued + 1, running = running - 1")
             self._events.append("job.requeued", job.id, {"reason": reason, "tries": job.tries})
+
+    def give_back(self, job: JobRecord) -> None:
+        """Move a running job back to queued as if this try had not been: we stopped it ourselves."""
+        with self._connection.transaction():
+            self._connection.execute("UPDATE jobs SET tries = tries - 1 WHERE id = ?", (job.id,))
+            self.requeue(job, "interrupted")
 
     def note_stale(self, token: str, job_id: str, what: str) -> None:
         """Record that a late message of a former lease was dropped."""

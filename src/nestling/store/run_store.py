@@ -71,7 +71,7 @@ class RunStore:
                 "ON CONFLICT DO UPDATE SET value = ?2",
                 (key, value),
             )
-            self.events.append("meta.set", key, {"value": value})
+            self.events.append("meta.set", key)
 
     def meta(self, key: str) -> str | None:
         """A fact about the run."""

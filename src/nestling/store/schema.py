@@ -151,6 +151,8 @@ CREATE TABLE jobs (
   lane TEXT NOT NULL,
   group_key TEXT NOT NULL,
   priority INTEGER NOT NULL,
+  episode_id TEXT,
+  family TEXT,
   reuse_key TEXT,
   payload TEXT NOT NULL,
   result TEXT,

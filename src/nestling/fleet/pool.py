@@ -1,0 +1,413 @@
+"""Keeps workers alive and jobs moving: claim, send, follow, finish; again after every death.
+
+One task per worker. A worker that dies, falls silent, or passes a deadline is ended with its whole
+tree and replaced; its job is queued again, at most `max_tries` times. Idle workers wait for the
+store's events, one woken per queued job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from nestling.core.clock import Clock
+from nestling.core.errors import FleetError
+from nestling.fleet.budget import GRACE_S, Budget, BudgetRefusedError
+from nestling.fleet.finish import finish
+from nestling.fleet.messages import (
+    Beat,
+    Done,
+    Failed,
+    FromWorker,
+    Progress,
+    Ready,
+    Stage,
+    Stop,
+    Work,
+)
+from nestling.fleet.provider import Node, Provider
+from nestling.fleet.queue import Claim, JobQueue
+from nestling.store import GroupCommit
+from nestling.store.events import Event
+
+__all__ = ["Pool", "PoolLimits"]
+
+_GRACE_S = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLimits:
+    """When the pool loses patience."""
+
+    start_timeout_s: float = 120.0
+    """From launch to `Ready`; the first start on a cold disk loads torch."""
+    backoff_s: float = 0.5
+    """First pause after a death; doubled each time in a row."""
+    max_backoff_s: float = 30.0
+    max_failed_starts: int = 5
+    """In a row, of one worker; then the pool raises: the cause is not going away."""
+    expire_every_s: float = 1.0
+
+
+class Pool:
+    """A fixed number of workers of one provider."""
+
+    def __init__(
+        self,
+        *,
+        queue: JobQueue,
+        writer: GroupCommit,
+        provider: Provider,
+        size: int,
+        clock: Clock,
+        budget: Budget | None = None,
+        limits: PoolLimits | None = None,
+    ) -> None:
+        if size < 1:
+            raise FleetError(f"a pool of {size} workers; expected at least 1; set fleet slots to 1")
+        self._queue = queue
+        self._writer = writer
+        self._provider = provider
+        self._size = size
+        self._clock = clock
+        self._budget = budget
+        self._limits = limits or PoolLimits()
+        self._idle: deque[asyncio.Future[None]] = deque()
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve until `stop`; cancelling ends every worker and queues its job again.
+
+        Raises `FleetError` when workers cannot be started.
+        """
+        loop = asyncio.get_running_loop()
+        unsubscribe = self._queue.store.events.subscribe(self._listener(loop))
+        try:
+            async with asyncio.TaskGroup() as group:
+                clerk = group.create_task(self._expire_leases())
+                workers = [
+                    group.create_task(self._keep_worker(f"{self._provider.lane}-{number}"))
+                    for number in range(self._size)
+                ]
+                await asyncio.wait(workers)
+                clerk.cancel()
+        except BaseExceptionGroup as errors:
+            cause = _only_fleet_error(errors)
+            if cause is None:
+                raise
+            raise cause from errors
+        finally:
+            unsubscribe()
+
+    def stop(self) -> None:
+        """Give out no more jobs; `run` returns once those that run are over."""
+        self._queue.drain()
+        self._stopping.set()
+        while self._idle:
+            _wake(self._idle.popleft())
+
+    def _listener(self, loop: asyncio.AbstractEventLoop) -> Callable[[Event], None]:
+        def listen(event: Event) -> None:
+            if event.kind in ("job.queued", "job.requeued"):
+                with suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(self._wake_one)
+
+        return listen
+
+    def _wake_one(self) -> None:
+        while self._idle:
+            future = self._idle.popleft()
+            if not future.done():
+                _wake(future)
+                return
+
+    async def _expire_leases(self) -> None:
+        """End leases that are over; one that ended while we stood still ourselves is forgiven."""
+        last_s = self._clock.monotonic()
+        while True:
+            await asyncio.sleep(self._limits.expire_every_s)
+            now_s = self._clock.monotonic()
+            stalled_s = now_s - last_s - self._limits.expire_every_s
+            if stalled_s > self._queue.lease_s / 4:
+                await self._writer.run(partial(self._queue.forgive, stalled_s))
+            last_s = now_s
+            await self._writer.run(self._queue.expire)
+            self._wake_one()  # in case a job was queued by another process
+
+    async def _keep_worker(self, name: str) -> None:
+        failed_starts = deaths = 0
+        while not self._stopping.is_set():
+            words = ""
+            try:
+                node = await self._provider.launch(name)
+                started, words = await self._ready(node)
+                if started:
+                    failed_starts = 0
+                    served = await _Server(self, node).serve()
+                    deaths = 0 if served else deaths + 1
+                else:
+                    failed_starts += 1
+            except FleetError as error:
+                failed_starts += 1
+                words = str(error)
+            finally:
+                await self._provider.terminate(name)
+            if failed_starts >= self._limits.max_failed_starts:
+                raise FleetError(
+                    f"worker {name} could not be started {failed_starts} times in a row; expected "
+                    f"it to say that it is ready within {self._limits.start_timeout_s:g} s; its "
+                    f"last words: {words or '(none)'}"
+                )
+            if failed_starts or deaths:
+                await self._pause(failed_starts + deaths)
+
+    async def _ready(self, node: Node) -> tuple[bool, str]:
+        try:
+            async with asyncio.timeout(self._limits.start_timeout_s):
+                message = await node.receive()
+        except (TimeoutError, FleetError):
+            words = await node.last_words()
+            _log.warning("worker %s did not start: %s", node.name, words)
+            return False, words
+        return isinstance(message, Ready), f"first message was {type(message).__name__}"
+
+    async def _pause(self, failures: int) -> None:
+        pause_s = min(
+            self._limits.backoff_s * 2 ** min(failures - 1, 16), self._limits.max_backoff_s
+        )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._stopping.wait()
+
+    async def next_claim(self, worker: str) -> Claim | None:
+        """The next job for a worker; waits; None when the pool stops."""
+        loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            # Waiting begins before the look, so a job queued in between still wakes us.
+            future: asyncio.Future[None] = loop.create_future()
+            self._idle.append(future)
+            claim = await self._claim(worker)
+            if claim is not None:
+                if future.done():
+                    self._wake_one()  # that call was for another job
+                else:
+                    self._idle.remove(future)
+                return claim
+            await future
+        return None
+
+    async def _claim(self, worker: str) -> Claim | None:
+        """A job if there is one; cancelled in between, the job is given back."""
+        taken: list[Claim] = []
+
+        def take() -> Claim | None:
+            claim = self._take(worker)
+            taken[:] = [] if claim is None else [claim]
+            return claim
+
+        try:
+            return await finish(self._writer.run(take))
+        except asyncio.CancelledError:
+            for claim in taken:
+                await self.end_try(claim, 0.0, partial(self._queue.give_back, claim.token))
+            raise
+
+    def _take(self, worker: str) -> Claim | None:
+        """Claim a job and set its money aside, in one transaction; what is refused is failed."""
+        while True:
+            with self._queue.store.transaction():
+                claim = self._queue.claim(worker, lane=self._provider.lane)
+                if claim is None or self._budget is None:
+                    return claim
+                try:
+                    self._budget.reserve(
+                        claim.token,
+                        machine=self._provider.machine,
+                        seconds=claim.job.deadline_s + GRACE_S,
+                        episode_id=claim.job.episode_id,
+                        job_id=claim.job.id,
+                        family=claim.job.family,
+                    )
+                except BudgetRefusedError as error:
+                    self._queue.fail(claim.token, "budget.refused", str(error), retry=False)
+                else:
+                    return claim
+
+    async def end_try(self, claim: Claim, seconds: float, change: Callable[[], object]) -> None:
+        """Record how a try ended and what it cost, in one transaction."""
+
+        def end() -> None:
+            with self._queue.store.transaction():
+                change()
+                if self._budget is not None:
+                    self._budget.settle(
+                        claim.token, machine=self._provider.machine, seconds=seconds
+                    )
+
+        await finish(self._writer.run(end))
+
+    @property
+    def queue(self) -> JobQueue:
+        """The queue it serves."""
+        return self._queue
+
+    @property
+    def writer(self) -> GroupCommit:
+        """The store's writer."""
+        return self._writer
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of deadlines."""
+        return self._clock
+
+
+class _Server:
+    """One life of one worker."""
+
+    def __init__(self, pool: Pool, node: Node) -> None:
+        self._pool = pool
+        self._node = node
+
+    async def serve(self) -> int:
+        """Do jobs until the worker must go; returns how many it ended by itself."""
+        num_served = 0
+        while (claim := await self._pool.next_claim(self._node.name)) is not None:
+            if not await _Try(self._pool, self._node, claim).run():
+                return num_served
+            num_served += 1
+        with suppress(FleetError):
+            await self._node.send(Stop())
+        return max(num_served, 1)
+
+
+class _Try:
+    """One job on one worker."""
+
+    def __init__(self, pool: Pool, node: Node, claim: Claim) -> None:
+        self._pool = pool
+        self._node = node
+        self._claim = claim
+        self._queue = pool.queue
+        self._started_s = pool.clock.monotonic()
+        self._deadline_s = self._started_s + claim.job.deadline_s
+        self._heard_s = self._started_s
+        self._stage = "start"
+        self._stage_end_s = math.inf
+        self._grace_end_s = math.inf
+
+    async def run(self) -> bool:
+        """Whether the worker may go on with another job."""
+        job, token = self._claim.job, self._claim.token
+        try:
+            await self._node.send(
+                Work(token=token, job_id=job.id, kind=job.kind, payload=job.payload)
+            )
+            while True:
+                message = await self._receive()
+                if message is None:
+                    return await self._give_up_waiting()
+                self._heard_s = self._pool.clock.monotonic()
+                if isinstance(message, Done | Failed):
+                    return await self._answered(message)
+                if not await self._heard(message):
+                    return await self._end(lambda: None, alive=False)  # the lease is over
+        except FleetError:
+            words = await self._node.last_words()
+            detail = f"worker {self._node.name} died; its last words: {words[-500:] or '(none)'}"
+            return await self._end(
+                lambda: self._queue.fail(token, "lost", detail, retry=True), alive=False
+            )
+        except asyncio.CancelledError:
+            await self._end(lambda: self._queue.give_back(token), alive=False)
+            raise
+
+    async def _receive(self) -> FromWorker | None:
+        """The next message; None when time is up.
+
+        Past the end there is a short grace to read what waits in the pipe: a controller that was
+        busy itself must not blame the worker.
+        """
+        while True:
+            now_s = self._pool.clock.monotonic()
+            end_s = min(self._heard_s + self._queue.lease_s, self._deadline_s, self._stage_end_s)
+            if now_s < end_s:
+                self._grace_end_s = math.inf
+            else:
+                self._grace_end_s = end_s = min(self._grace_end_s, now_s + _GRACE_S)
+                if now_s >= end_s:
+                    return None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(end_s - now_s):
+                    return await self._node.receive()
+
+    async def _give_up_waiting(self) -> bool:
+        token, job = self._claim.token, self._claim.job
+        now_s = self._pool.clock.monotonic()
+        if now_s >= self._deadline_s:
+            reason, retry = "timed_out", False
+            detail = f"the job took longer than {job.deadline_s:g} s, in stage {self._stage}"
+        elif now_s >= self._stage_end_s:
+            reason, retry = "timed_out", False
+            detail = f"stage {self._stage} took longer than its limit"
+        else:
+            reason, retry = "lost", True
+            detail = f"worker {self._node.name} was silent for {self._queue.lease_s:g} s"
+        return await self._end(
+            lambda: self._queue.fail(token, reason, detail, retry=retry), alive=False
+        )
+
+    async def _heard(self, message: Beat | Stage | Progress | Ready) -> bool:
+        """Note a sign of life; False when the lease is over."""
+        token = self._claim.token
+        if isinstance(message, Ready) or message.token != token:
+            return True  # left over from before; harmless
+        if isinstance(message, Progress):
+            data, job_id = message.data, self._claim.job.id
+            await self._pool.writer.run(
+                lambda: self._queue.store.events.append("job.progress", job_id, data)
+            )
+            return True
+        stage = None
+        if isinstance(message, Stage):
+            stage = self._stage = message.name
+            self._stage_end_s = self._pool.clock.monotonic() + message.limit_s
+        return await self._pool.writer.run(lambda: self._queue.heartbeat(token, stage=stage))
+
+    async def _answered(self, message: Done | Failed) -> bool:
+        if isinstance(message, Done):
+            return await self._end(
+                lambda: self._queue.complete(message.token, message.result), alive=True
+            )
+        return await self._end(
+            lambda: self._queue.fail(
+                message.token, message.reason, message.detail, retry=message.retry
+            ),
+            alive=True,
+        )
+
+    async def _end(self, change: Callable[[], object], *, alive: bool) -> bool:
+        seconds = self._pool.clock.monotonic() - self._started_s
+        await self._pool.end_try(self._claim, seconds, change)
+        return alive
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _only_fleet_error(errors: BaseExceptionGroup[BaseException]) -> FleetError | None:
+    """The first `FleetError` when nothing else went wrong."""
+    fleet, rest = errors.split(FleetError)
+    while isinstance(fleet, BaseExceptionGroup):
+        fleet = fleet.exceptions[0]  # type: ignore[assignment]
+    return fleet if rest is None and isinstance(fleet, FleetError) else None

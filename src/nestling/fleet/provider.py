@@ -1,0 +1,57 @@
+"""Where workers run: a provider starts, lists and ends them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from nestling.fleet.messages import FromWorker, ToWorker
+
+__all__ = ["Node", "Provider"]
+
+
+class Node(Protocol):
+    """One running worker and the way to talk to it."""
+
+    @property
+    def name(self) -> str:
+        """Chosen by the caller of `launch`."""
+        ...
+
+    async def send(self, message: ToWorker) -> None:
+        """Hand a message over; `FleetError` when the worker is gone."""
+        ...
+
+    async def receive(self) -> FromWorker:
+        """The next message; `FleetError` when the worker is gone. Cancelling loses nothing."""
+        ...
+
+    async def last_words(self) -> str:
+        """The end of its log, for an error message; empty when there is none."""
+        ...
+
+
+class Provider(Protocol):
+    """Starts and ends workers. Names are chosen before launch, so that a crash can be cleaned up."""
+
+    @property
+    def machine(self) -> str:
+        """Machine type in the price table."""
+        ...
+
+    @property
+    def lane(self) -> str:
+        """Which jobs its workers may take."""
+        ...
+
+    async def launch(self, name: str) -> Node:
+        """Start a worker, or return the running one of that name."""
+        ...
+
+    async def list(self) -> Sequence[str]:
+        """Names of workers that run, also those that an earlier controller left behind."""
+        ...
+
+    async def terminate(self, name: str) -> None:
+        """End a worker and everything it started; fine when it is gone already."""
+        ...

@@ -1,0 +1,281 @@
+"""Workers as processes of this machine, one thread each.
+
+A worker leads its own session, dies with its controller (parent-death signal and the end of its
+pipe), and is ended with everything it started. What a killed controller left behind is found by the
+store's process records and by a marker in the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from nestling.core.errors import FleetError
+from nestling.fleet import process_tree
+from nestling.fleet.finish import finish
+from nestling.fleet.messages import (
+    HEADER_BYTES,
+    FromWorker,
+    ToWorker,
+    decode_from_worker,
+    encode,
+    frame_length,
+)
+from nestling.store import GroupCommit
+from nestling.store.processes import ProcessRecord
+
+__all__ = ["LocalNode", "LocalProvider", "LocalWorkers", "num_slots"]
+
+_PASSED_ON = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+_PASSED_ON_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NESTLING_", "XDG_")
+"""Everything else, keys above all, stays with the controller."""
+
+_ONE_THREAD = dict.fromkeys(
+    (
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "NUMEXPR_NUM_THREADS",
+        "VECLIB_MAXIMUM_THREADS",
+        "RAYON_NUM_THREADS",
+    ),
+    "1",
+)
+
+_LAST_WORDS_BYTES = 2000
+
+
+def num_slots() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalWorkers:
+    """How to start a worker."""
+
+    handlers: str
+    """`module:function` that makes the handlers."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """JSON for that function; no secrets, as any user can read a command line."""
+    logs: Path
+    """Folder for one log file per worker."""
+    machine: str = "cpu-core"
+    lane: str = "cpu"
+    beat_s: float = 5.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the scrubbed environment."""
+
+
+class LocalNode:
+    """A worker process and its pipes."""
+
+    def __init__(self, name: str, process: Process, log: Path) -> None:
+        self.name = name
+        self.process = process
+        self._log = log
+        self._length: int | None = None
+
+    async def send(self, message: ToWorker) -> None:
+        """Hand a message over; `FleetError` when the worker is gone."""
+        stdin = self.process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(encode(message))
+            await stdin.drain()
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise FleetError(f"worker {self.name} is gone; its log is {self._log}") from error
+
+    async def receive(self) -> FromWorker:
+        """The next message; `FleetError` when the worker is gone. Cancelling loses nothing."""
+        stdout = self.process.stdout
+        assert stdout is not None
+        try:
+            # The length survives a cancellation between header and body.
+            if self._length is None:
+                self._length = frame_length(await stdout.readexactly(HEADER_BYTES))
+            body = await stdout.readexactly(self._length)
+        except asyncio.IncompleteReadError as error:
+            raise FleetError(f"worker {self.name} is gone; its log is {self._log}") from error
+        self._length = None
+        return decode_from_worker(body)
+
+    async def last_words(self) -> str:
+        """The end of its log."""
+        return await asyncio.to_thread(_tail, self._log)
+
+    async def close(self) -> None:
+        """Collect the exit status and close the pipes; the process must be dead or dying."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        await self.process.wait()
+
+
+class LocalProvider:
+    """Starts workers on this machine."""
+
+    def __init__(self, workers: LocalWorkers, writer: GroupCommit) -> None:
+        self._workers = workers
+        self._writer = writer
+        self._nodes: dict[str, LocalNode] = {}
+        path = str(writer.store.path.resolve())
+        self._run_id = hashlib.sha256(path.encode()).hexdigest()[:16]
+
+    @property
+    def machine(self) -> str:
+        """Machine type in the price table."""
+        return self._workers.machine
+
+    @property
+    def lane(self) -> str:
+        """Which jobs its workers may take."""
+        return self._workers.lane
+
+    async def launch(self, name: str) -> LocalNode:
+        """Start a worker, or return the running one of that name."""
+        node = self._nodes.get(name)
+        if node is not None and node.process.returncode is None:
+            return node
+        await self.terminate(name)
+        node = self._nodes[name] = await self._spawn(name)
+        pid = node.process.pid
+        ticks = process_tree.start_ticks(pid)
+        if ticks is not None:
+            boot = process_tree.boot_id()
+            await self._writer.run(
+                lambda: self._writer.store.processes.add(
+                    name, pid=pid, start_ticks=ticks, boot_id=boot
+                )
+            )
+        return node
+
+    async def list(self) -> Sequence[str]:
+        """Names of workers that run, also those that an earlier controller left behind."""
+        records = await self._writer.run(self._writer.store.processes.all)
+        boot = process_tree.boot_id()
+        return [
+            record.name
+            for record in records
+            if record.boot_id == boot and process_tree.is_running(record.pid, record.start_ticks)
+        ]
+
+    async def terminate(self, name: str) -> None:
+        """End a worker and everything it started; fine when it is gone already."""
+        await finish(self._terminate(name))
+
+    async def sweep(self) -> Sequence[str]:
+        """End what an earlier controller of this run left behind; returns the names."""
+        records = await self._writer.run(self._writer.store.processes.all)
+        names = {record.name for record in records} - self._nodes.keys()
+        names |= await asyncio.to_thread(_marked, f"{self._run_id}/") - self._nodes.keys()
+        for name in sorted(names):
+            await self.terminate(name)
+        return sorted(names)
+
+    async def close(self) -> None:
+        """End every worker."""
+        for name in tuple(self._nodes):
+            await self.terminate(name)
+
+    async def _spawn(self, name: str) -> LocalNode:
+        workers = self._workers
+        log = workers.logs / f"{name}.log"
+        command = [sys.executable, "-P", "-m", "nestling.fleet.worker"]
+        command += ["--handlers", workers.handlers, "--settings", json.dumps(workers.settings)]
+        command += ["--beat-s", str(workers.beat_s), "--parent", str(os.getpid())]
+        try:
+            stderr = await asyncio.to_thread(_open_log, log)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    stderr=stderr,
+                    env=self._environment(name),
+                    start_new_session=True,
+                )
+            finally:
+                os.close(stderr)
+        except OSError as error:
+            raise FleetError(
+                f"cannot start worker {name}: {error.strerror or error}; expected free processes, "
+                f"memory and a writable {workers.logs}"
+            ) from error
+        return LocalNode(name, process, log)
+
+    def _environment(self, name: str) -> dict[str, str]:
+        kept = {
+            key: value
+            for key, value in os.environ.items()
+            if key in _PASSED_ON or key.startswith(_PASSED_ON_PREFIXES)
+        }
+        marker = {process_tree.MARKER: self._marker(name), "PYTHONUNBUFFERED": "1"}
+        return kept | _ONE_THREAD | dict(self._workers.environment) | marker
+
+    def _marker(self, name: str) -> str:
+        return f"{self._run_id}/{name}"
+
+    async def _terminate(self, name: str) -> None:
+        node = self._nodes.pop(name, None)
+        store = self._writer.store
+        records = await self._writer.run(store.processes.all)
+        record = next((one for one in records if one.name == name), None)
+        pid = node.process.pid if node is not None else _live_pid(record)
+        left = await asyncio.to_thread(
+            process_tree.end_tree, pid, self._marker(name), lambda: time.sleep(0.02)
+        )
+        if node is not None:
+            await node.close()
+        if left:
+            raise FleetError(
+                f"worker {name}: processes {left} cannot be ended; they are stuck in the kernel; "
+                f"restart the machine if they stay"
+            )
+        if record is not None:
+            await self._writer.run(lambda: store.processes.remove(name, "ended"))
+
+
+def _live_pid(record: ProcessRecord | None) -> int | None:
+    """The recorded process, unless its number has been given to another one since."""
+    if record is None or record.boot_id != process_tree.boot_id():
+        return None
+    return (
+        record.pid if process_tree.start_ticks(record.pid) in (None, record.start_ticks) else None
+    )
+
+
+def _marked(prefix: str) -> set[str]:
+    """Names of workers whose marker is in the environment of some process."""
+    names: set[str] = set()
+    for process in psutil.process_iter():
+        marker = process_tree.marker_of(process)
+        if marker.startswith(prefix):
+            names.add(marker.removeprefix(prefix))
+    return names
+
+
+def _open_log(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def _tail(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LAST_WORDS_BYTES))
+            return file.read().decode("utf-8", "replace").strip()
+    except FileNotFoundError:
+        return ""
