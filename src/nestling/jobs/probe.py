@@ -316,9 +316,9 @@ def _prompt_problems(rows: Sequence[Row]) -> list[Problem]:
         except (ValueError, RecursionError):
             wrong = f"row {row.index} is not JSON"
             return [_rows("not_json", wrong, "plain values in Data", "use text, numbers, lists")]
-    distinct = len({(row.prompt, row.data_json) for row in rows})
+    distinct = len({row.prompt for row in rows})
     if distinct < _MIN_DISTINCT:
-        wrong = f"only {distinct} of {len(rows)} rows differ"
+        wrong = f"only {distinct} of {len(rows)} prompts differ"
         return [_rows("repeated", wrong, f"at least {_MIN_DISTINCT}", "draw rows from one rng")]
     return []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from nestling.core.errors import JailError, Problem
@@ -14,7 +15,7 @@ _ADVICE: Final[dict[str, tuple[str, str]]] = {
     "env.rows": ("load() to yield Task(row, self.config.task)", "correct load()"),
     "env.no_rows": ("load() to yield tasks", "yield rows in load()"),
     "env.tools": ("working toolsets", "return [Tools(config.tools)]"),
-    "env.state": ("one State class", "class Task(vf.Task[Data, State, TaskConfig])"),
+    "env.state": ("the same", "class Task(vf.Task[Data, State, TaskConfig])"),
     "env.setup": ("a task that starts", "correct setup"),
     "env.hooks": ("rewards, metrics and stops on Trace", "remove it"),
     "env.stop": ("a stop that returns a bool", "correct it"),
@@ -26,7 +27,9 @@ _ADVICE: Final[dict[str, tuple[str, str]]] = {
     "env.crashed": ("code that runs", "correct it"),
 }
 _OURS: Final = ("something else than your job", "submit again")
-_MAX_DETAIL: Final = 84
+_NOISE: Final = re.compile(r"^import environment: | \(/[^)]*\)")
+"""Our own prefix, and where the jail keeps its files."""
+_MAX_DETAIL: Final = 90
 
 
 def fault_problem(stage: str, error: JailError) -> Problem:
@@ -34,7 +37,10 @@ def fault_problem(stage: str, error: JailError) -> Problem:
     reason = error.reason if error.reason in _ADVICE else f"env.{error.reason}"
     expected, fix = _ADVICE.get(reason, _OURS)
     name = error.reason.removeprefix("env.").replace(".", "_")
-    detail = " ".join(error.detail.split())
+    name = "failed" if name == stage else name
+    detail = _NOISE.sub("", " ".join(error.detail.split()))
+    if reason == "env.state":
+        detail = detail.partition("; expected")[0]
     if len(detail) > _MAX_DETAIL:
         keep = _MAX_DETAIL - 3
         detail = detail[: keep - 30] + "..." + detail[-30:]

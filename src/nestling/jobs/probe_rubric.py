@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +17,7 @@ __all__ = ["HIGHEST_REWARD", "LOWEST_REWARD", "Play", "play_policies", "rubric_p
 LOWEST_REWARD: Final = -10.0
 HIGHEST_REWARD: Final = 10.0
 
+_FRAMEWORK_PREFIX: Final = re.compile(r"^TaskError: task \w+ scoring: ")
 _SAME: Final = 1e-9
 _MARGIN: Final = 0.01
 """Share of the whole spread by which the right answer must lead."""
@@ -134,9 +136,8 @@ def rubric_problems(
     records = [play.score for play in plays.values()]
     failed = next((record.error for record in records if record.error is not None), None)
     if failed is not None:
-        return [
-            _rubric("error", f"scoring failed: {failed[:70]}", "a number", "correct the reward")
-        ]
+        what = _FRAMEWORK_PREFIX.sub("", failed)[:84]
+        return [_rubric("error", f"scoring failed: {what}", "a number", "correct the reward")]
     problems = []
     outside = next(
         (r.reward for r in records if not LOWEST_REWARD <= r.reward <= HIGHEST_REWARD), None
@@ -188,8 +189,8 @@ def _ranking_problems(plays: Mapping[tuple[str, int], Play], spread: float) -> l
         _rubric(
             "oracle",
             f"the correct answer does not beat the rest: {right:.2f}, {rival} {means[rival]:.2f}",
-            "more",
-            "reward parse_answer(trace.last_reply) == self.data.answer most",
+            "it to earn most",
+            "reward equality with self.data.answer",
         )
     ]
 

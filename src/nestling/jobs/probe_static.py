@@ -33,6 +33,7 @@ _REFUSED_NAMES: Final = frozenset(
         "BaseException", "SystemExit", "KeyboardInterrupt", "GeneratorExit",
     }
 )  # fmt: skip
+_REFUSED_ATTRIBUTES: Final = frozenset({"os", "sys", "socket", "subprocess", "io", "builtins"})
 _ALLOWED_DUNDERS: Final = frozenset(
     {
         "__all__", "__file__", "__name__", "__main__", "__doc__", "__init__", "__post_init__",
@@ -58,8 +59,8 @@ def static_problems(files: Mapping[str, bytes]) -> list[Problem]:
             problems.append(parsed)
         else:
             trees[path] = parsed
-    gaps = _gap_problems(files, trees)
-    problems += gaps
+    if not problems:
+        problems += _gap_problems(files, trees)
     for path, tree in trees.items():
         found = sorted(_tree_problems(path, tree), key=lambda pair: pair[0])
         problems += [problem for _, problem in found]
@@ -197,13 +198,23 @@ def _word_problems(place: str, node: ast.AST) -> Iterator[Problem]:
 
 
 def _patch_problems(place: str, node: ast.AST, modules: set[str]) -> Iterator[Problem]:
-    """Assignment to an attribute of something imported."""
-    if not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Load):
+    """Overwriting an attribute of something imported, or reaching through it to the system."""
+    if not isinstance(node, ast.Attribute):
         return
     root: ast.expr = node
     while isinstance(root, ast.Attribute):
         root = root.value
-    if isinstance(root, ast.Name) and root.id in modules:
+    if not isinstance(root, ast.Name) or root.id not in modules:
+        return
+    is_private = node.attr.startswith("_") and not _DUNDER.fullmatch(node.attr)
+    if is_private or node.attr in _REFUSED_ATTRIBUTES:
+        yield _static(
+            "private",
+            f"{place}: {root.id}...{node.attr[:20]} is refused",
+            "public names of allowed modules",
+            "do without it",
+        )
+    elif not isinstance(node.ctx, ast.Load):
         yield _static(
             "patch",
             f"{place}: {root.id}.{node.attr[:20]} is overwritten",
