@@ -21,8 +21,9 @@ from nestling.engine.config import ModelConfig
 from nestling.engine.model import Model
 from nestling.engine.tokenizer import Tokenizer
 from nestling.engine.weights import Weights
+from nestling.outer.config import EmbeddedConfig
 from nestling.outer.learner import LossSpec, LossStats, Sampled, StepStats, TrainRow
-from nestling.outer.learners.embedded import EmbeddedConfig, EmbeddedLearner
+from nestling.outer.learners.embedded import EmbeddedLearner
 from nestling.outer.plan import EpisodePlan
 from nestling.store.group_commit import GroupCommit
 from nestling.store.run_store import RunStore
@@ -223,9 +224,11 @@ def embedded(tmp_path: Path) -> Iterator[Callable[..., EmbeddedLearner]]:
     made: list[EmbeddedLearner] = []
 
     def make(model_seed: int = 0, folder: str = "states", **changes) -> EmbeddedLearner:
-        settings = {"max_total_tokens": 96, "num_sessions": 8, "window_s": 0.002, **changes}
         learner = EmbeddedLearner(
-            tiny_model(model_seed), tmp_path / folder, EmbeddedConfig(**settings)
+            tiny_model(model_seed),
+            tmp_path / folder,
+            max_total_tokens=96,
+            config=EmbeddedConfig(**{"num_sessions": 8, "window_s": 0.002, **changes}),
         )
         made.append(learner)
         return learner

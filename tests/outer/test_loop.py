@@ -4,12 +4,15 @@ import logging
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError, FleetError, LearnerError, StoreError
 from nestling.outer.batch import DeadEpisode
 from nestling.outer.config import HeldOutConfig, OuterConfig
 from nestling.outer.loop import train
+from nestling.outer.run_log import Progress
 from nestling.outer.store_log import StoreLog, checkpoints, step_reports
 from nestling.store.group_commit import GroupCommit
 from nestling.store.run_store import RunStore
@@ -269,6 +272,27 @@ async def test_no_families_is_a_config_error(table_learner, game_player, writer)
             config(), learner=learner, player=game_player(learner), log=StoreLog(writer),
             families=[], clock=SystemClock(),
         )  # fmt: skip
+
+
+async def test_run_may_get_longer_but_not_other(table_learner, game_player, store):
+    learner = table_learner()
+    await run(config(steps=1), learner, game_player(learner), store)
+    learner = table_learner()
+    with pytest.raises(ConfigError, match="another plan"):
+        await run(config(steps=2, seed=4), learner, game_player(learner), store)
+    done = await run(config(steps=2), learner, game_player(learner), store)
+    assert done.step == 2
+
+
+@given(st.lists(st.lists(st.integers(0, 30), max_size=5), max_size=10))
+def test_spent_groups_are_remembered(batches):
+    progress = Progress(step=0, version=0, learner_ref="", plan="")
+    for batch in batches:
+        below, beyond = progress.spend(batch)
+        progress = progress.model_copy(update={"spent_below": below, "spent_beyond": beyond})
+    spent = {group for batch in batches for group in batch}
+    assert {group for group in range(40) if progress.is_spent(group)} == spent
+    assert progress.spent_below not in spent
 
 
 async def test_damaged_progress_is_said(store, writer):

@@ -1,4 +1,4 @@
-"""Everything the outer loop may be told; the defaults run on two CPU cores."""
+"""Everything the outer loop and its learner may be told; the defaults run on two CPU cores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from nestling.core.frozen import Frozen
 
-__all__ = ["HeldOutConfig", "LossKind", "OuterConfig"]
+__all__ = ["EmbeddedConfig", "HeldOutConfig", "LossKind", "OuterConfig"]
 
 LossKind = Literal["importance_sampling", "ppo_clip"]
 
@@ -55,9 +55,6 @@ class OuterConfig(Frozen):
     """AdamW; 1e-4 is slow and 1e-3 unstable for the embedded agent, LoRA wants about 10x more."""
     warmup_updates: int = Field(2, ge=0)
     """Updates of linear warm-up."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    lora_rank: int = Field(0, ge=0, le=256)
-    """0 trains all weights."""
 
     temperature: float = Field(0.7, gt=0, le=2)
     """Part of the agent's definition: the same in training and in evaluation."""
@@ -83,3 +80,26 @@ class OuterConfig(Frozen):
     def learning_rate_at(self, update: int) -> float:
         """Learning rate of the update with this index, counted from 0."""
         return self.learning_rate * min(1.0, (update + 1) / (self.warmup_updates + 1))
+
+
+class EmbeddedConfig(Frozen):
+    """The learner in this process: how it samples and what it trains."""
+
+    kind: Literal["embedded"] = "embedded"
+    num_sessions: int = Field(16, ge=1, le=4_096)
+    """Sessions per published policy that are decoded together and keep their cache."""
+    window_s: float = Field(0.02, ge=0, le=5)
+    """How long the first request of a batch waits for others."""
+    lockstep: bool = False
+    """Decode every turn alone, so that results are equal bit for bit whatever else is going on."""
+    lora_rank: int = Field(0, ge=0, le=256)
+    """0 trains all weights."""
+    lora_alpha_per_rank: float = Field(4.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW; the values of hosted services, shorter-sighted than torch's."""
+    weight_decay: float = Field(0.0, ge=0)
+    token_budget: int | None = Field(None, ge=1)
+    """Padded tokens of one micro-batch; None: what suits the device."""
+    seed: int = Field(0, ge=0)
+    """Of fresh adapters."""

@@ -94,7 +94,14 @@ def summarise(
     confidence: float = 0.95,
     resamples: int = 2_000,
 ) -> Summary | None:
-    """Means with intervals; episodes of one cluster share a task. None for no episode."""
+    """Means with intervals; episodes of one cluster share a task. None for no episode.
+
+    Whole clusters are redrawn, so an interval covers the choice of tasks too. With a single cluster
+    episodes are redrawn: the interval then says how well the mean on that one task is known.
+    """
+    filled = [cluster for cluster in clusters if cluster]
+    if len(filled) == 1:
+        clusters = [[one] for one in filled[0]]
     facts = [one for cluster in clusters for one in cluster]
     if not facts:
         return None

@@ -29,7 +29,7 @@ from nestling.core.errors import ConfigError, FleetError
 from nestling.outer.batch import Batch, DeadEpisode, FinishedGroup, PlayedEpisode, build_batch
 from nestling.outer.config import OuterConfig
 from nestling.outer.learner import Handle, Learner, LossSpec, LossStats, StepStats
-from nestling.outer.plan import EpisodePlan, GroupPlan, plan_group
+from nestling.outer.plan import EpisodePlan, GroupPlan, plan_digest, plan_group
 from nestling.outer.play import OnEpisode, PlayPlan, Stage, first_leaf
 from nestling.outer.run_log import Progress, RunLog
 from nestling.outer.step_report import StepReport, UpdateStats, step_report
@@ -145,10 +145,16 @@ class _Run:
 
     async def _restore(self) -> None:
         progress = await self._log.progress()
+        plan = plan_digest(self._config, self._families)
+        if progress is not None and progress.plan != plan:
+            raise ConfigError(
+                f"the run was started with another plan ({progress.plan}); expected {plan}; resume "
+                f"with the same seed, groups_per_step, group_size and families, or start a new run"
+            )
         if progress is None:
             self._handle = await self._learner.publish()
             ref = await self._learner.save(_name(0))
-            progress = Progress(step=0, version=self._handle.version, learner_ref=ref)
+            progress = Progress(step=0, version=self._handle.version, learner_ref=ref, plan=plan)
             await self._log.commit_step(progress, None, [])
         else:
             await self._learner.load(progress.learner_ref)
@@ -260,6 +266,7 @@ class _Run:
             step=step,
             version=update.step.version if update else progress.version,
             learner_ref=ref,
+            plan=progress.plan,
             spent_below=below,
             spent_beyond=beyond,
         )

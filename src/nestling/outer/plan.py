@@ -13,7 +13,7 @@ from typing import Literal
 from nestling.core.seeds import derive_seed
 from nestling.outer.config import OuterConfig
 
-__all__ = ["EpisodePlan", "GroupPlan", "measurement_group", "plan_group"]
+__all__ = ["EpisodePlan", "GroupPlan", "measurement_group", "plan_digest", "plan_group"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,17 @@ def plan_group(config: OuterConfig, families: Sequence[str], index: int) -> Grou
         seed=task_seed,
         episodes=episodes,
     )
+
+
+def plan_digest(config: OuterConfig, families: Sequence[str]) -> str:
+    """Equal for runs that play the same episodes; more steps only make the plan longer."""
+    parts: tuple[str | int, ...] = (
+        config.seed,
+        config.groups_per_step,
+        config.group_size,
+        *families,
+    )
+    return f"{derive_seed(0, 'plan', *parts):016x}"
 
 
 def measurement_group(seed: int, *, arm: str, step: int, family: str, episodes: int) -> GroupPlan:

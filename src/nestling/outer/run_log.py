@@ -24,6 +24,8 @@ class Progress(Frozen):
     """Updates made; lower than `step` when steps were skipped."""
     learner_ref: str
     """What `Learner.load` takes."""
+    plan: str
+    """`plan_digest` of the run."""
     spent_below: int = Field(0, ge=0)
     """All groups below this index were used by a step and are never used again."""
     spent_beyond: tuple[int, ...] = ()

@@ -17,10 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import Field
-
 from nestling.core.errors import LearnerError, NestlingError
-from nestling.core.frozen import Frozen
 from nestling.engine.learn import (
     AdamW,
     ImportanceSampling,
@@ -30,11 +27,12 @@ from nestling.engine.learn import (
 )
 from nestling.engine.learn import TrainRow as EngineRow
 from nestling.engine.model import Model
+from nestling.outer.config import EmbeddedConfig
 from nestling.outer.learner import Handle, LossSpec, LossStats, Sampled, StepStats, TrainRow
 from nestling.outer.learners import saved_state
 from nestling.outer.learners.turn_batches import PublishedPolicy, TurnBatcher, TurnRequest
 
-__all__ = ["EmbeddedConfig", "EmbeddedLearner"]
+__all__ = ["EmbeddedLearner"]
 
 _T = TypeVar("_T")
 
@@ -42,44 +40,29 @@ _KEEP_RESUMABLE = 2
 """Saved states that keep their optimiser: the committed one and the one before it."""
 
 
-class EmbeddedConfig(Frozen):
-    """How the learner in this process samples and trains."""
-
-    max_total_tokens: int = Field(2_048, ge=2)
-    """Longest session; memory for caches is num_sessions times this."""
-    num_sessions: int = Field(16, ge=1, le=4_096)
-    """Sessions per published policy that are decoded together and keep their cache."""
-    window_s: float = Field(0.01, ge=0, le=5)
-    """How long the first request of a batch waits for others."""
-    lockstep: bool = False
-    """Decode every turn alone, so that results are equal bit for bit whatever else is going on."""
-    lora_rank: int = Field(0, ge=0, le=256)
-    """0 trains all weights."""
-    lora_alpha_per_rank: float = Field(4.0, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW; the values of hosted services, shorter-sighted than torch's."""
-    weight_decay: float = Field(0.0, ge=0)
-    token_budget: int | None = Field(None, ge=1)
-    """Padded tokens of one micro-batch; None: what suits the device."""
-    seed: int = Field(0, ge=0)
-    """Of fresh adapters."""
-
-
 class EmbeddedLearner:
     """Satisfies `Learner`; use it from one event loop and `close` it at the end.
 
     Takes over `model` and trains it in place. `folder` holds the saved states; references are names
-    below it, so the folder may move.
+    below it, so the folder may move. Sessions have at most `max_total_tokens` tokens; the caches of
+    one published policy take `num_sessions` times that.
     """
 
-    def __init__(self, model: Model, folder: Path, config: EmbeddedConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        folder: Path,
+        *,
+        max_total_tokens: int,
+        config: EmbeddedConfig | None = None,
+    ) -> None:
         if model.num_jobs != 1 or model.lora is not None:
             raise LearnerError(
                 f"the embedded learner trains one plain model; got {model.num_jobs} jobs"
                 f"{' with an adapter' if model.lora is not None else ''}; merge it first"
             )
         self._config = config or EmbeddedConfig()
+        self._max_total_tokens = max_total_tokens
         self._model = model
         self._folder = folder
         self._initial = model.weights.clone() if self._config.lora_rank == 0 else model.weights
@@ -281,7 +264,7 @@ class EmbeddedLearner:
             model,
             version=version,
             num_slots=self._config.num_sessions,
-            max_len=self._config.max_total_tokens,
+            max_len=self._max_total_tokens,
         )
 
 
