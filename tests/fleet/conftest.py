@@ -57,14 +57,14 @@ def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
     return _until
 
 
-def local_workers(folder: Path, **fields) -> LocalWorkers:
+def _local_workers(folder: Path, handlers: str, settings: dict) -> LocalWorkers:
     here = str(Path(__file__).parent)
     return LocalWorkers(
-        handlers="fleet_handlers:make_handlers",
+        handlers=handlers,
+        settings=settings,
         logs=folder / "logs",
         beat_s=0.1,
         environment={"PYTHONPATH": here},
-        **fields,
     )
 
 
@@ -74,6 +74,7 @@ async def open_fleet(
     *,
     size: int = 1,
     lease_s: float = 30.0,
+    handlers: str = "fleet_handlers:make_handlers",
     settings: dict | None = None,
     session: str = "s1",
     limits: PoolLimits | None = None,
@@ -83,7 +84,7 @@ async def open_fleet(
     with RunStore(folder / "run.db") as store, GroupCommit(store) as writer:
         queue = JobQueue(store, clock=clock, session=session, lease_s=lease_s)
         queue.recover()
-        provider = LocalProvider(local_workers(folder, settings=settings or {}), writer)
+        provider = LocalProvider(_local_workers(folder, handlers, settings or {}), writer)
         pool = Pool(
             queue=queue,
             writer=writer,

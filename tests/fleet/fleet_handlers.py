@@ -17,6 +17,11 @@ def echo(payload, context):
     return {"echo": payload, "pid": os.getpid()}
 
 
+def nap(payload, context):
+    time.sleep(0.15)
+    return payload["n"] ** 2
+
+
 def sleep(payload, context):
     context.progress({"started": True})
     Path(payload["started"]).write_text(str(os.getpid()))
@@ -77,5 +82,5 @@ def make_handlers(settings):
     if settings.get("broken_start"):
         print("the accelerator is on fire", file=sys.stderr)
         raise SystemExit(3)
-    handlers = [echo, sleep, die_once, die, freeze, reject, crash, stages, leave_children]
+    handlers = [echo, nap, sleep, die_once, die, freeze, reject, crash, stages, leave_children]
     return {handler.__name__: handler for handler in [*handlers, environment]}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nestling.core.errors import FleetError, Problem
+from nestling.core.errors import FleetError, JobRejectedError, Problem
 from nestling.core.rundir import ArtifactStore
 from nestling.fleet.budget import GRACE_S, Budget
 from nestling.fleet.finish import finish
@@ -198,12 +198,16 @@ def _budget(text: str) -> Problem:
 
 
 def _failed_outcome(record: JobRecord, bundle: Bundle, family: str) -> Outcome:
+    try:
+        base_model = bundle.manifest().base_model
+    except JobRejectedError:
+        base_model = ""
     statuses: dict[str, OutcomeStatus] = {"lost": "lost", "timed_out": "timed_out"}
     reason = record.reason or "unknown"
     return Outcome(
         job_hash=bundle.job_hash,
         family=family,
-        base_model=bundle.manifest().base_model,
+        base_model=base_model,
         status=statuses.get(reason, "failed"),
         reason=f"fleet.{reason}" if reason in statuses else reason,
         detail=record.detail or "",

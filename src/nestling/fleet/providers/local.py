@@ -144,6 +144,10 @@ class LocalProvider:
         """Which jobs its workers may take."""
         return self._workers.lane
 
+    def marker(self, name: str) -> str:
+        """What every process of a worker carries in its environment."""
+        return f"{self._run_id}/{name}"
+
     async def launch(self, name: str) -> LocalNode:
         """Start a worker, or return the running one of that name."""
         node = self._nodes.get(name)
@@ -222,11 +226,8 @@ class LocalProvider:
             for key, value in os.environ.items()
             if key in _PASSED_ON or key.startswith(_PASSED_ON_PREFIXES)
         }
-        marker = {process_tree.MARKER: self._marker(name), "PYTHONUNBUFFERED": "1"}
+        marker = {process_tree.MARKER: self.marker(name), "PYTHONUNBUFFERED": "1"}
         return kept | _ONE_THREAD | dict(self._workers.environment) | marker
-
-    def _marker(self, name: str) -> str:
-        return f"{self._run_id}/{name}"
 
     async def _terminate(self, name: str) -> None:
         node = self._nodes.pop(name, None)
@@ -235,7 +236,7 @@ class LocalProvider:
         record = next((one for one in records if one.name == name), None)
         pid = node.process.pid if node is not None else _live_pid(record)
         left = await asyncio.to_thread(
-            process_tree.end_tree, pid, self._marker(name), lambda: time.sleep(0.02)
+            process_tree.end_tree, pid, self.marker(name), lambda: time.sleep(0.02)
         )
         if node is not None:
             await node.close()
