@@ -227,7 +227,7 @@ class PolicyTrainer:
         # A padded or cross-entropy-only place has action 0; where() keeps its overflow out of the sum.
         policy_J = torch.where(batch.action > 0, loss, 0.0).sum(1) / tokens.clamp(min=1)
         ce_J = -(batch.ce * logp).sum(1) / ce_tokens.clamp(min=1)
-        (policy_J.sum() + ce_J.sum()).backward()  # type: ignore[no-untyped-call]
+        self._trained.accumulate(policy_J.sum() + ce_J.sum())
         totals.add(batch, logp.detach(), dropped, policy_J.detach(), ce_J.detach(), kl)
 
     @torch.no_grad()
@@ -266,7 +266,7 @@ class SupervisedTrainer:
         for batch in micro_batches(rows_J, self._budget, device):
             logp = target_logprobs(self._trained.params(), self._model, batch)
             loss_J = -(batch.action * logp).sum(1) * scale
-            loss_J.sum().backward()  # type: ignore[no-untyped-call]
+            self._trained.accumulate(loss_J.sum())
             total += loss_J.detach()
         self._trained.note([count > 0 for count in tokens])
         self._trained.step(lr)
@@ -306,8 +306,7 @@ class _Trained:
         self._leaves = {
             name: view.detach().requires_grad_() for name, view in self._split(self.flat).items()
         }
-        for name, view in self._split(self.grad).items():
-            self._leaves[name].grad = view  # backward adds in place, so the flat tensor fills up
+        self._grads = list(self._split(self.grad).values())
         self._optimizer = Optimizer(optim, self.flat, matrices)
         self._pending = [False] * self.flat.shape[0]
         self._count = 0
@@ -324,6 +323,12 @@ class _Trained:
             return bind(model.config, self._leaves, dtype=dtype)
         base = {name: view.detach() for name, view in model.weights.views().items()}
         return bind(model.config, base, adapters=model.lora.adapters(self._leaves), dtype=dtype)
+
+    def accumulate(self, loss: Tensor) -> None:
+        """Add the gradient of a scalar to `grad`."""
+        torch._foreach_add_(
+            self._grads, list(torch.autograd.grad(loss, list(self._leaves.values())))
+        )
 
     def note(self, has_gradient: Sequence[bool]) -> None:
         """Remember which jobs have something to apply."""

@@ -277,6 +277,8 @@ def decode(
     groups, max_len = config.num_heads // K, cache.max_len
     place = position.reshape(R)
     row = torch.arange(R, device=token.device) if rows is None else rows
+    head = row[:, None] * K + torch.arange(K, device=token.device)
+    landing = (head * max_len + place[:, None]).reshape(R * K)  # flat cache positions to write
     cos, sin = _rope(config, max_len, token.device, params.embed.dtype)
     cos, sin = cos[place][:, None], sin[place][:, None]  # [R, 1, 1, d/2]
     hidden_keys = torch.arange(width, device=token.device) > place[:, None]  # [R, width]
@@ -286,8 +288,8 @@ def decode(
     for i, layer in enumerate(params.layers):
         q, k, v = _split_heads(_qkv(x, layer, config, None), layer, config, (R, 1), cos, sin)
         keys, values = cache.keys[i], cache.values[i]
-        keys[row, :, place] = k[:, :, 0].to(keys.dtype)
-        values[row, :, place] = v[:, :, 0].to(values.dtype)
+        keys.view(-1, d).index_copy_(0, landing, k.reshape(R * K, d).to(keys.dtype))
+        values.view(-1, d).index_copy_(0, landing, v.reshape(R * K, d).to(values.dtype))
         if rows is None:
             seen_keys = keys[:R].view(R * K, max_len, d)[:, :width]
             seen_values = values[:R].view(R * K, max_len, d)[:, :width]
@@ -295,10 +297,7 @@ def decode(
             seen_keys = keys[rows, :, :width].view(R * K, width, d)
             seen_values = values[rows, :, :width].view(R * K, width, d)
         query = (q * d**-0.5).reshape(R * K, groups, d).to(keys.dtype)
-        if groups == 1:
-            scores = torch.bmm(seen_keys, query.view(R * K, d, 1)).view(R, K, width)
-        else:
-            scores = torch.bmm(query, seen_keys.transpose(1, 2)).view(R, K * groups, width)
+        scores = torch.bmm(query, seen_keys.transpose(1, 2)).view(R, K * groups, width)
         scores = (scores.to(mask.dtype) + mask).float().softmax(-1).to(keys.dtype)
         y = torch.bmm(scores.view(R * K, groups, width), seen_values)
         x = x + _project(y.reshape(J, B, config.q_size).to(x.dtype), layer.attn_out, None)
@@ -471,7 +470,9 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), eps=eps) * weight
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
-    return (x * _inverse_rms(x, eps)).mul_(weight)
+    if weight.shape[0] == 1:
+        return F.rms_norm(x, (x.shape[-1],), weight.view(-1), eps)
+    return F.rms_norm(x, (x.shape[-1],), eps=eps).mul_(weight)
 
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
