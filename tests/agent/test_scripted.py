@@ -9,9 +9,11 @@ import pytest
 from nestling.agent.episode import EpisodeTask, run_episode
 from nestling.agent.episode_result import EpisodeResult
 from nestling.agent.policies.scripted import SCRIPTED, scripted
+from nestling.core.errors import Problem
 from nestling.families.registry import ALL, get
 from nestling.jobs.bounds import SMALL
 from nestling.jobs.bundle import Bundle
+from nestling.jobs.probe_report import ProbeReport
 from nestling.jobs.template import template_job
 
 
@@ -75,6 +77,21 @@ async def test_random_is_within_bounds_and_varied(runner: Any) -> None:
     assert len({manifest.prime_rl["optimizer"] for manifest in manifests}) >= 3
     hashes = {bundle.job_hash for bundle in runner.ran}
     assert len(hashes) == 60
+
+
+async def test_random_draws_another_rubric_when_one_is_refused(make_runner: Any) -> None:
+    class Strict(make_runner):
+        async def check(self, bundle: Bundle, family: str) -> ProbeReport:
+            if self.checked:
+                return await super().check(bundle, family)
+            self.checked.append(bundle)
+            problem = Problem(stage="rubric", code="r", wrong="w", expected="e", fix="f")
+            return ProbeReport(ok=False, problems=(problem,))
+
+    result = await play(Strict(), "random")
+    assert (result.outcome_code, result.valid_attempt) == ("job_succeeded", 2)
+    edits = [turn for turn in result.turns if turn.tool == "edit_file"]
+    assert [turn.result for turn in edits] == ["ok"] * 3
 
 
 async def test_same_seed_same_job(make_runner: Any) -> None:

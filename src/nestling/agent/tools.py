@@ -23,9 +23,10 @@ from nestling.jobs.bounds import SMALL, Bounds
 from nestling.jobs.bundle import Bundle, freeze
 from nestling.jobs.probe_report import clip_line
 
-__all__ = ["Accepted", "AgentTools", "ToolLimits", "capped", "rejection_text"]
+__all__ = ["ACCEPTED", "Accepted", "AgentTools", "ToolLimits", "capped", "rejection_text"]
 
 ACCEPTED = "accepted"
+"""The whole answer to a submission that passed."""
 
 
 class ToolLimits(Frozen):

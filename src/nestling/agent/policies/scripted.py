@@ -15,6 +15,7 @@ from typing import Final
 from nestling.agent.policy import AgentTurn, Trajectory
 from nestling.agent.prompt import AgentPrompt
 from nestling.agent.rubrics import RUBRICS, render_rubric
+from nestling.agent.tools import ACCEPTED
 from nestling.engine.chat import render_call
 from nestling.families.registry import get as get_family
 from nestling.jobs.bounds import SMALL, Bounds, Key, number
@@ -31,7 +32,6 @@ __all__ = ["SCRIPTED", "Script", "ScriptedPolicy", "scripted"]
 Script = Callable[[AgentPrompt, random.Random, Bounds], Generator[str, str, None]]
 """Yields turns, is sent tool results; its end is a turn without a call."""
 
-_ACCEPTED: Final = "accepted"
 _GIVE_UP: Final = "I stop here."
 _BEST_LR: Final = {"nano": "3e-4"}
 """Where 1e-3 is too high."""
@@ -112,14 +112,19 @@ def oracle(
 def random_job(
     prompt: AgentPrompt, rng: random.Random, bounds: Bounds
 ) -> Generator[str, str, None]:
-    """Any base, any allowed settings, any rubric the probe lets pass; submits until accepted."""
-    rubric = rng.choice([rubric for rubric in RUBRICS.values() if not rubric.is_refused])
-    base, settings = rng.choice(bounds.base_models), _random_settings(rng, bounds)
-    yield from _fill(prompt, render_rubric(rubric, rng), span=_random_span(rng))
-    yield _write_manifest(base, settings)
-    while (yield _call("submit_job")) != _ACCEPTED:
-        base, settings = rng.choice(bounds.base_models), _random_settings(rng, bounds)
-        yield _write_manifest(base, settings)
+    """Any base, allowed settings and range, any rubric; another draw after each rejection."""
+    rubrics = [rubric for rubric in RUBRICS.values() if not rubric.is_refused]
+    rng.shuffle(rubrics)
+    rewards = render_rubric(rubrics.pop(), rng)
+    yield from _fill(prompt, rewards, span=_random_span(rng))
+    while True:
+        yield _write_manifest(rng.choice(bounds.base_models), _random_settings(rng, bounds))
+        answer = yield _call("submit_job")
+        if answer == ACCEPTED or not rubrics:
+            return
+        if "[rubric]" in answer:
+            refused, rewards = rewards, render_rubric(rubrics.pop(), rng)
+            yield _edit(refused, rewards)
 
 
 SCRIPTED: Final[dict[str, Script]] = {
