@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import jinja2
 import pytest
@@ -171,3 +172,14 @@ def test_anything_else_with_an_opening_tag_is_malformed(text: str) -> None:
 )
 def test_no_text_raises(text: str) -> None:
     assert isinstance(parse_turn(text), ToolCall | FinalAnswer | MalformedCall)
+
+
+@pytest.mark.parity
+def test_transformers_builds_the_same_prompt(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    TOKENIZER.save(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    conversation = [{"role": m.role, "content": m.content} for m in (SYSTEM, USER)]
+    ids = theirs.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
+    assert ids == prompt_ids(TOKENIZER, [SYSTEM, USER])

@@ -2,8 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from nestling.core.errors import ModelError
 from nestling.engine.tokenizer import CHAT_TEMPLATE, GLUE, PAD, TURN_END, TURN_START, Tokenizer
@@ -107,3 +109,30 @@ def test_transformers_loads_the_folder_and_agrees(tmp_path: Path) -> None:
     assert theirs.decode(CLOSED.encode(text), clean_up_tokenization_spaces=False) == text
     assert theirs.eos_token_id == CLOSED.turn_end_id
     assert theirs.pad_token_id == CLOSED.pad_id
+
+
+@pytest.fixture(scope="module")
+def hub_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A BPE as model hubs serve it: merges, GPT-2 splitting, markers inside the BPE vocabulary."""
+    built = tokenizers.Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=[PAD, TURN_START, TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    built.train_from_iterator(["the tool said <|im_end|> and the turn went on"] * 20, trainer)
+    folder = tmp_path_factory.mktemp("hub")
+    built.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": {"content": PAD}}))
+    return Tokenizer.load(folder)
+
+
+@given(TEXTS)
+def test_a_hub_tokenizer_keeps_the_same_wall(hub_tokenizer: Tokenizer, text: str) -> None:
+    ids = hub_tokenizer.encode(text)
+    assert hub_tokenizer.special_ids.isdisjoint(ids)
+    assert hub_tokenizer.decode(ids) == text.encode("utf-8", "replace").decode()
+    assert hub_tokenizer.encode_markup(TURN_END) == [hub_tokenizer.turn_end_id]
