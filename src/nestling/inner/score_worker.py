@@ -6,26 +6,13 @@ nothing of a job but one file of tensors. It ends when its input ends.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib.metadata
 import os
-import platform
 import signal
-import sys
-import time
 from pathlib import Path
 from typing import BinaryIO
 
 from nestling.core.errors import ConfigError, ModelError
-from nestling.core.seeds import derive_seed
-from nestling.engine.checkpoint import Model
-from nestling.engine.sampler import SamplingParams
-from nestling.families import registry
-from nestling.families.hidden_taskset import hidden_taskset
-from nestling.families.splits import HIDDEN, EvalSecret, commitment, hidden_items
-from nestling.inner.eval_settings import EVAL_SETTINGS
-from nestling.inner.pinned_base import PinnedBase
+from nestling.families.splits import EvalSecret
 from nestling.inner.score_wire import (
     MAX_LINE_BYTES,
     REQUEST,
@@ -35,8 +22,6 @@ from nestling.inner.score_wire import (
     ScoreRequest,
     Start,
 )
-from nestling.jobs.rollouts import play_env
-from nestling.jobs.verifiers_host import VerifiersHost
 
 __all__ = ["main"]
 
@@ -49,10 +34,13 @@ def main() -> None:
     if not isinstance(start, Start):
         raise SystemExit("the first line must be a start message")
     try:
-        scoring = _Scoring(start)
+        secret = EvalSecret.load_or_create(Path(start.secret_path))
     except ConfigError as error:
         _send(replies, Refused(reason="scorer.config", detail=str(error)))
         return
+    from nestling.inner.scoring import Scoring  # takes seconds, so a wrong secret is told first
+
+    scoring = Scoring(secret, {name: Path(folder) for name, folder in start.bases.items()})
     _send(replies, scoring.ready())
     while line := requests.readline(MAX_LINE_BYTES):
         request = REQUEST.validate_json(line)
@@ -65,62 +53,6 @@ def main() -> None:
         except ConfigError as error:
             reply = Refused(reason="scorer.config", detail=str(error)[:2000])
         _send(replies, reply)
-
-
-class _Scoring:
-    """Everything that stays loaded between requests."""
-
-    def __init__(self, start: Start) -> None:
-        self._secret = EvalSecret.load_or_create(Path(start.secret_path))
-        self._folders = {name: Path(folder) for name, folder in start.bases.items()}
-        self._base = functools.cache(self._load_base)
-
-    def ready(self) -> Ready:
-        """What the parent may know."""
-        return Ready(
-            fingerprint=_fingerprint(),
-            commitments={split: commitment(self._secret, split) for split in HIDDEN},
-            cpu_s=time.process_time(),
-        )
-
-    def score(self, request: ScoreRequest) -> ScoreReply:
-        """Play the items; a model may be the base itself."""
-        cpu_start_s = time.process_time()
-        base = self._base(request.base)
-        model = base.load_trained(Path(request.model_folder))
-        correct = self._play(model, request)
-        return ScoreReply(
-            correct=correct,
-            base_digest=base.digest,
-            weights_hash=model.weights.content_hash(),
-            delta_norm=base.delta_norm(model),
-            cpu_s=time.process_time() - cpu_start_s,
-        )
-
-    def _load_base(self, name: str) -> PinnedBase:
-        if name not in self._folders:
-            raise ModelError(f"no base model {name!r}; expected one of {sorted(self._folders)}")
-        return PinnedBase(self._folders[name])
-
-    def _play(self, model: Model, request: ScoreRequest) -> tuple[bool, ...]:
-        family = registry.get(request.family)
-        items = hidden_items(family, request.split, request.n, self._secret)
-        seeds = [
-            derive_seed(self._secret.key, "sampling", family.name, request.split, index)
-            for index in range(request.n)
-        ]
-        params = SamplingParams(
-            temperature=EVAL_SETTINGS.temperature,
-            max_turn_tokens=EVAL_SETTINGS.max_turn_tokens,
-            max_total_tokens=EVAL_SETTINGS.max_total_tokens,
-            max_turns=EVAL_SETTINGS.max_turns,
-        )
-        host = VerifiersHost(hidden_taskset(family, items))
-        try:
-            rollouts = play_env(model, host, range(request.n), seeds, params)
-        finally:
-            host.close()
-        return tuple(rollout.score.reward == 1.0 for rollout in rollouts)
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -136,28 +68,6 @@ def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
 def _send(replies: BinaryIO, message: Ready | ScoreReply | Refused) -> None:
     replies.write(message.model_dump_json().encode() + b"\n")
     replies.flush()
-
-
-def _fingerprint() -> str:
-    """Settings, our own code, the libraries and the processor: all that may change a score."""
-    digest = hashlib.sha256(EVAL_SETTINGS.model_dump_json().encode())
-    package = Path(sys.modules["nestling"].__file__ or "").parent
-    for part in ("core", "engine", "families", "jobs", "inner"):
-        for path in sorted((package / part).rglob("*.py")):
-            digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
-    for library in ("torch", "numpy", "tokenizers", "verifiers"):
-        digest.update(f"{library}=={importlib.metadata.version(library)}".encode())
-    digest.update(f"{platform.python_version()} {platform.machine()} {_processor()}".encode())
-    return digest.hexdigest()
-
-
-def _processor() -> str:
-    """The processor's name: another one may round, and so sample, differently."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("model name")), platform.processor())
 
 
 if __name__ == "__main__":

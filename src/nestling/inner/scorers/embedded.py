@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -62,8 +63,8 @@ class EmbeddedScorer:
         self._process: _Process | None = None
 
     def start(self) -> None:
-        """Begin loading in the background."""
-        with self._lock:
+        """Begin loading in the background; a failure shows at the first question."""
+        with self._lock, contextlib.suppress(_DiedError):
             self._running()
 
     def fingerprint(self) -> str:
@@ -88,6 +89,7 @@ class EmbeddedScorer:
         if isinstance(reply, Refused):
             raise _error_of(reply)
         if not isinstance(reply, ScoreReply) or len(reply.correct) != n:
+            self.close()
             raise JobFailedError("scorer.protocol", f"unexpected reply of kind {reply.kind!r}")
         return Score(
             correct=reply.correct,

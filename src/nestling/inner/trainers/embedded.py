@@ -34,7 +34,7 @@ from nestling.jobs.rollouts import EnvRollout, play_env
 __all__ = ["MAX_ROWS", "EmbeddedTrainer"]
 
 MAX_ROWS = 1024
-"""Rows of the data set that are used; no job may start more rollouts than this."""
+"""Rows that difficulty_pool chooses from; in order, a job reads as many as it has groups."""
 
 
 class EmbeddedTrainer:
@@ -113,7 +113,9 @@ class _Course:
         self._model = model
         self._env = env
         self._deadline = deadline
-        num_rows = len(env.rows(MAX_ROWS))
+        self._num_groups = self._table.batch_size // self._table.group_size
+        wanted = self._table.max_steps * self._num_groups
+        num_rows = len(env.rows(MAX_ROWS if self._table.sampler == "difficulty_pool" else wanted))
         if num_rows == 0:
             raise JobFailedError("env.rows", "the data set has no rows; expected at least one")
         self._sampler = RowSampler(num_rows, self._table.sampler, stream(self._seed, "rows"))
@@ -131,7 +133,7 @@ class _Course:
 
     def _step(self, step: int) -> StepRecord:
         meter, table = CpuMeter(), self._table
-        rows = self._sampler.draw(table.batch_size // table.group_size)
+        rows = self._sampler.draw(self._num_groups)
         groups = self._play(step, rows)
         rewards = np.array([[played.score.reward for played in group] for group in groups])
         for row, group_rewards in zip(rows, rewards.tolist(), strict=True):
