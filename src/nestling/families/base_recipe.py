@@ -27,7 +27,7 @@ class BaseRecipe(Frozen):
     """Score at temperature 1 to aim at, per family."""
     clean_tokens: int = Field(ge=1)
     """Tokens of error-free demonstrations; fewer leave a real limit of skill."""
-    clean_batch_episodes: int = Field(48, ge=1)
+    clean_batch_episodes: int = Field(96, ge=1)
     clean_lr: float = Field(2e-3, gt=0)
     clean_warmup_steps: int = Field(200, ge=0)
     clean_decay_share: float = Field(0.4, ge=0, le=1)
