@@ -17,11 +17,10 @@ from pathlib import Path
 from nestling.core.errors import ConfigError
 from nestling.core.seeds import derive_seed
 from nestling.engine.checkpoint import Model
-from nestling.engine.sampler import SamplingParams
 from nestling.families import registry
 from nestling.families.hidden_taskset import hidden_taskset
+from nestling.families.item_play import EVAL_SAMPLING
 from nestling.families.splits import HIDDEN, EvalSecret, commitment, hidden_items
-from nestling.inner.eval_settings import EVAL_SETTINGS
 from nestling.inner.pinned_base import PinnedBase
 from nestling.inner.score_wire import Ready, ScoreReply, ScoreRequest
 from nestling.jobs.rollouts import play_env
@@ -77,15 +76,9 @@ class Scoring:
             derive_seed(self._secret.key, "sampling", family.name, request.split, index)
             for index in range(request.n)
         ]
-        params = SamplingParams(
-            temperature=EVAL_SETTINGS.temperature,
-            max_turn_tokens=EVAL_SETTINGS.max_turn_tokens,
-            max_total_tokens=EVAL_SETTINGS.max_total_tokens,
-            max_turns=EVAL_SETTINGS.max_turns,
-        )
         host = VerifiersHost(hidden_taskset(family, items))
         try:
-            rollouts = play_env(model, host, range(request.n), seeds, params)
+            rollouts = play_env(model, host, range(request.n), seeds, EVAL_SAMPLING)
         finally:
             host.close()
         return tuple(rollout.score.reward == 1.0 for rollout in rollouts)
@@ -93,7 +86,7 @@ class Scoring:
 
 def _fingerprint() -> str:
     """Settings, our own code, the libraries and the processor: all that may change a score."""
-    digest = hashlib.sha256(EVAL_SETTINGS.model_dump_json().encode())
+    digest = hashlib.sha256(repr(EVAL_SAMPLING).encode())
     package = Path(sys.modules["nestling"].__file__ or "").parent
     for part in ("core", "engine", "families", "jobs", "inner"):
         for path in sorted((package / part).rglob("*.py")):
