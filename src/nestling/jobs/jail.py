@@ -36,6 +36,7 @@ _MINIMUM_VERSION: Final = (0, 8)
 """First with `--size`, which caps the private /tmp."""
 _START_TIMEOUT_S: Final = 20.0
 _KILL_TIMEOUT_S: Final = 10.0
+_END_TIMEOUT_S: Final = 2.0
 _FIRST_UID: Final = 61184
 _NUM_UIDS: Final = 4336
 """The range that systemd keeps for throw-away users."""
@@ -109,11 +110,14 @@ class JailedProcess:
             # other process of its pid namespace has been reaped
             select.select([self.init_fd], [], [], _KILL_TIMEOUT_S)
             os.close(self.init_fd)
-        else:
+        else:  # no jail: the process group is all there is to hold
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()
-        self.process.wait(timeout=_KILL_TIMEOUT_S)
+        try:  # bubblewrap reaps its child and ends by itself
+            self.process.wait(timeout=_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(timeout=_KILL_TIMEOUT_S)
         if self.cgroup is not None:
             self.cgroup.remove()
 
