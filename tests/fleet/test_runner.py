@@ -110,10 +110,11 @@ async def test_job_that_kills_workers_is_an_outcome(machine_room) -> None:
 async def test_cancelled_wait_drops_the_job_unless_another_waits(machine_room, until) -> None:
     async with machine_room() as (runner, room):
         slow = asyncio.ensure_future(runner.run(bundle("slow"), "ledger"))
+        await until(lambda: room.store.jobs.leases() != [])
         first = asyncio.ensure_future(runner.run(bundle("a"), "ledger"))
         second = asyncio.ensure_future(runner.run(bundle("a"), "ledger"))
         alone = asyncio.ensure_future(runner.run(bundle("b"), "ledger"))
-        await until(lambda: len(room.store.jobs.all()) == 3 and room.store.jobs.leases() != [])
+        await until(lambda: len(room.store.jobs.all()) == 3)
         for task in (first, alone):
             task.cancel()
         await asyncio.wait([first, alone])

@@ -10,10 +10,11 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from nestling.core.errors import FleetError, JobRejectedError, Problem
+from nestling.core.errors import FleetError, JobRejectedError, Problem, StoreError
 from nestling.core.rundir import ArtifactStore
 from nestling.fleet.budget import GRACE_S, Budget
 from nestling.fleet.finish import finish
@@ -151,7 +152,8 @@ class FleetRunner:
                 record = await self._writer.run(lambda: self._queue.store.jobs.get(job_id))
         except asyncio.CancelledError:
             if self._watch.forget(job_id, over):
-                await finish(self._writer.run(lambda: self._queue.cancel(job_id)))
+                with suppress(StoreError):  # closing down; the job waits for a resumed run
+                    await finish(self._writer.run(lambda: self._queue.cancel(job_id)))
             raise
         self._watch.forget(job_id, over)
         return record
