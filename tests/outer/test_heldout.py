@@ -6,9 +6,10 @@ import pytest
 
 from nestling.core.errors import ConfigError, LearnerError
 from nestling.core.seeds import derive_seed
-from nestling.outer.config import HeldOutConfig
-from nestling.outer.heldout import Arm, Sweep, sweep
-from nestling.outer.store_log import StoreLog
+from nestling.outer.config import HeldOutConfig, OuterConfig
+from nestling.outer.heldout import UNTRAINED, Arm, HeldOutMeasure, sweep
+from nestling.outer.store_log import StoreLog, sweeps
+from nestling.outer.sweep_report import Sweep
 
 CONFIG = HeldOutConfig(episodes=24, resamples=400)
 
@@ -103,3 +104,46 @@ async def test_wrong_arms_are_refused(make_result, writer, names, against, messa
     arms = [arm(name, 0.0, make_result) for name in names]
     with pytest.raises(ConfigError, match=message):
         await measure(arms, writer, against=against)
+
+
+async def test_measuring_plays_only_what_is_new(make_result, store, writer):
+    """Over two checkpoints: references and the untrained agent are played once."""
+    played = []
+
+    class Agent:
+        async def play(self, plan, handle):
+            played.append((plan.episode_id.split("/")[1], handle))
+            rng = random.Random(derive_seed(plan.task_seed, "base"))
+            return make_result(plan, rng.random() * 0.5 + 0.1 * handle.version)
+
+    class Weights:
+        def __init__(self, version):
+            self.version = version
+
+    async def open_untrained():
+        return Weights(0)
+
+    seen = []
+    measure = HeldOutMeasure(
+        Agent(),
+        config=OuterConfig(seed=2, held_out=CONFIG),
+        families=["triage"],
+        log=StoreLog(writer),
+        open_untrained=open_untrained,
+        references=[arm("noop", 0.0, make_result)],
+        on_sweep=lambda step, found: seen.append(step),
+    )
+    await measure(0, Weights(0))
+    assert {name for name, _ in played} == {UNTRAINED}
+    played.clear()
+    store.progress.start_step(1)
+    store.progress.finish_step(1, learner_version=1, summary={})
+    await measure(1, Weights(1))
+    assert {name for name, _ in played} == {"step-000001"}
+    assert len(played) == 24
+    assert seen == [0, 1]
+    kept = sweeps(store)
+    assert list(kept) == [0, 1]
+    difference = kept[1].comparison("step-000001", UNTRAINED).difference
+    assert difference.mean == pytest.approx(0.1)
+    assert kept[1].comparison("step-000001", "noop").difference.n == 24

@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 import logging
+import signal
 
 import numpy as np
 import pytest
@@ -149,6 +150,11 @@ async def test_constant_groups_make_no_update(table_learner, game_player, store)
     assert [report.skipped for report in reports] == [True, True, False, False]
     assert [report.groups.constant for report in reports[:2]] == [2, 2]
     assert (done.step, done.version, learner.version) == (4, 2, 2)
+    states = [(group.state, group.used_in_step) for group in store.progress.groups()]
+    assert (
+        states
+        == [("dropped", 1)] * 2 + [("dropped", 2)] * 2 + [("used", 3)] * 2 + [("used", 4)] * 2
+    )
     assert reports[0].update is None
     # The warm-up counts updates, not steps.
     assert reports[2].update.learning_rate == pytest.approx(config().learning_rate_at(0))
@@ -272,6 +278,26 @@ async def test_no_families_is_a_config_error(table_learner, game_player, writer)
             config(), learner=learner, player=game_player(learner), log=StoreLog(writer),
             families=[], clock=SystemClock(),
         )  # fmt: skip
+
+
+def test_ctrl_c_leaves_a_run_that_resumes(table_learner, game_player, store):
+    interrupted = []
+
+    def interrupt(episode):
+        if len(finished(store)) >= 13 and not interrupted:
+            interrupted.append(True)
+            signal.raise_signal(signal.SIGINT)
+
+    learner = table_learner()
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(run(config(), learner, game_player(learner), store, on_episode=interrupt))
+    before = finished(store)
+    assert 13 <= len(before) < 32
+    learner = table_learner()
+    player = game_player(learner)
+    asyncio.run(run(config(), learner, player, store))
+    assert len(finished(store)) == 32
+    assert not set(before) & set(player.played)
 
 
 async def test_run_may_get_longer_but_not_other(table_learner, game_player, store):

@@ -7,25 +7,28 @@ the p-value are those of the mean difference per pair. A pair counts only when b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from nestling.agent.episode_result import EpisodeResult
 from nestling.core.errors import ConfigError
-from nestling.core.frozen import Frozen
 from nestling.core.seeds import derive_seed
 from nestling.outer import stats
 from nestling.outer.batch import DeadEpisode, PlayedEpisode
-from nestling.outer.config import HeldOutConfig
-from nestling.outer.episode_facts import Summary, facts_of, summarise
-from nestling.outer.plan import GroupPlan, measurement_group
-from nestling.outer.play import PlayPlan, Stage, first_leaf
+from nestling.outer.config import HeldOutConfig, OuterConfig
+from nestling.outer.episode_facts import facts_of, summarise
+from nestling.outer.learner import Handle
+from nestling.outer.plan import EpisodePlan, GroupPlan, measurement_group
+from nestling.outer.play import EpisodePlayer, PlayPlan, Stage, first_leaf
 from nestling.outer.run_log import RunLog
 from nestling.outer.stats import Estimate
+from nestling.outer.sweep_report import ALL_FAMILIES, ArmResult, Comparison, Sweep
 
-__all__ = ["ALL_FAMILIES", "Arm", "ArmResult", "Comparison", "Sweep", "sweep"]
+__all__ = ["UNTRAINED", "Arm", "HeldOutMeasure", "sweep"]
 
-ALL_FAMILIES = "all"
-"""Name of the row that pools every family of a sweep."""
+
+UNTRAINED = "untrained"
+"""Arm of the agent before its first update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,50 +41,6 @@ class Arm:
     step: int = 0
     """Outer step of a checkpoint; 0 for reference policies and the untrained agent."""
     version: int = 0
-
-
-class ArmResult(Frozen):
-    """One arm on one family, or on all of them."""
-
-    arm: str
-    step: int
-    family: str
-    summary: Summary | None
-    """None when no episode finished."""
-    dead: int
-    """Episodes that broke down and are missing from the summary."""
-
-
-class Comparison(Frozen):
-    """Reward of one arm minus reward of another on the same episodes."""
-
-    arm: str
-    against: str
-    family: str
-    difference: Estimate
-    """Its n counts pairs."""
-
-
-class Sweep(Frozen):
-    """Everything one sweep found."""
-
-    seed: int
-    results: tuple[ArmResult, ...]
-    comparisons: tuple[Comparison, ...]
-
-    def result(self, arm: str, family: str = ALL_FAMILIES) -> ArmResult:
-        """The row of this arm and family; `KeyError` when it was not measured."""
-        for one in self.results:
-            if (one.arm, one.family) == (arm, family):
-                return one
-        raise KeyError(f"arm {arm!r} was not measured on {family!r}")
-
-    def comparison(self, arm: str, against: str, family: str = ALL_FAMILIES) -> Comparison | None:
-        """The paired difference; None when no pair finished or it was not asked for."""
-        for one in self.comparisons:
-            if (one.arm, one.against, one.family) == (arm, against, family):
-                return one
-        return None
 
 
 async def sweep(
@@ -130,6 +89,71 @@ async def sweep(
         for (arm, plan), task in zip(plans, playing, strict=True)
     }
     return _evaluate(arms, families, played, config=config, seed=seed, against=against)
+
+
+class HeldOutMeasure:
+    """What `train` calls to measure a policy on held-out families: a sweep, recorded in the log.
+
+    Every sweep has the checkpoint, the untrained agent and the reference arms, each compared with
+    the untrained agent and the references. Only the checkpoint's episodes are new after the first
+    sweep. `open_untrained` gives the untrained policy when some of its episodes are still missing.
+    """
+
+    def __init__(
+        self,
+        player: EpisodePlayer,
+        *,
+        config: OuterConfig,
+        families: Sequence[str],
+        log: RunLog,
+        open_untrained: Callable[[], Awaitable[Handle]],
+        references: Sequence[Arm] = (),
+        on_sweep: Callable[[int, Sweep], None] | None = None,
+    ) -> None:
+        self._player = player
+        self._config = config
+        self._families = families
+        self._log = log
+        self._open_untrained = open_untrained
+        self._references = references
+        self._on_sweep = on_sweep
+        self._turn = asyncio.Lock()  # one sweep at a time: they share arms that must play once
+
+    async def __call__(self, step: int, handle: Handle) -> None:
+        """Measure the policy after `step`."""
+        async with self._turn:
+            arms = [*self._references, self._untrained()]
+            if step > 0:
+                arms.append(self._checkpoint(step, handle))
+            found = await sweep(
+                arms,
+                self._families,
+                config=self._config.held_out,
+                seed=derive_seed(self._config.seed, "held-out"),
+                log=self._log,
+                against=[UNTRAINED, *(arm.name for arm in self._references)],
+                max_parallel_episodes=self._config.max_parallel_episodes,
+                episode_timeout_s=self._config.episode_timeout_s,
+            )
+            await self._log.sweep_done(step, found)
+        if self._on_sweep is not None:
+            self._on_sweep(step, found)
+
+    def _checkpoint(self, step: int, handle: Handle) -> Arm:
+        async def play(plan: EpisodePlan) -> EpisodeResult:
+            return await self._player.play(plan, handle)
+
+        return Arm(name=f"step-{step:06d}", play=play, step=step, version=handle.version)
+
+    def _untrained(self) -> Arm:
+        opened: list[Handle] = []
+
+        async def play(plan: EpisodePlan) -> EpisodeResult:
+            if not opened:
+                opened.append(await self._open_untrained())
+            return await self._player.play(plan, opened[0])
+
+        return Arm(name=UNTRAINED, play=play)
 
 
 _Episodes = list[PlayedEpisode | DeadEpisode]

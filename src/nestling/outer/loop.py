@@ -21,7 +21,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from nestling.agent.episode_result import EpisodeResult
 from nestling.core.clock import Clock
@@ -30,11 +29,11 @@ from nestling.outer.batch import Batch, DeadEpisode, FinishedGroup, PlayedEpisod
 from nestling.outer.config import OuterConfig
 from nestling.outer.learner import Handle, Learner, LossSpec, LossStats, StepStats
 from nestling.outer.plan import EpisodePlan, GroupPlan, plan_digest, plan_group
-from nestling.outer.play import OnEpisode, PlayPlan, Stage, first_leaf
+from nestling.outer.play import EpisodePlayer, OnEpisode, PlayPlan, Stage, first_leaf
 from nestling.outer.run_log import Progress, RunLog
 from nestling.outer.step_report import StepReport, UpdateStats, step_report
 
-__all__ = ["EpisodePlayer", "Measure", "OnEpisode", "OnStep", "train"]
+__all__ = ["Measure", "OnStep", "train"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +43,6 @@ OnStep = Callable[[StepReport], None]
 
 _MAX_DEAD_STEPS = 3
 """Consecutive steps without one finished episode after which the machine room must be broken."""
-
-
-class EpisodePlayer(Protocol):
-    """Plays one episode; `agent_player` is the real one."""
-
-    async def play(self, plan: EpisodePlan, handle: Handle) -> EpisodeResult:
-        """The episode's result with its tokens; exceptions as for `PlayPlan`."""
-        ...
 
 
 async def train(

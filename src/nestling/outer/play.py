@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from nestling.agent.episode_result import EpisodeResult
 from nestling.core.errors import ConfigError, LearnerError, StoreError
 from nestling.outer.batch import DeadEpisode, PlayedEpisode
+from nestling.outer.learner import Handle
 from nestling.outer.plan import EpisodePlan
 from nestling.outer.run_log import RunLog
 
-__all__ = ["OnEpisode", "PlayPlan", "Stage", "first_leaf"]
+__all__ = ["EpisodePlayer", "OnEpisode", "PlayPlan", "Stage", "first_leaf"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,14 @@ the machinery's fault, is the death of this episode alone.
 OnEpisode = Callable[[PlayedEpisode | DeadEpisode], None]
 
 _REASON_CHARS = 500
+
+
+class EpisodePlayer(Protocol):
+    """Plays episodes with published policies; `AgentPlayer` is the real one."""
+
+    async def play(self, plan: EpisodePlan, handle: Handle) -> EpisodeResult:
+        """The episode's result with its tokens; exceptions as for `PlayPlan`."""
+        ...
 
 
 class Stage:

@@ -11,6 +11,7 @@ from nestling.core.frozen import Frozen
 from nestling.outer.batch import DeadEpisode, FinishedGroup, PlayedEpisode
 from nestling.outer.plan import EpisodePlan, GroupPlan
 from nestling.outer.step_report import StepReport
+from nestling.outer.sweep_report import Sweep
 
 __all__ = ["Progress", "RunLog"]
 
@@ -85,4 +86,8 @@ class RunLog(Protocol):
         `report` is None for step 0, the untrained learner. Dead episodes of `groups`, the groups
         the step has used, stay dead from now on.
         """
+        ...
+
+    async def sweep_done(self, step: int, sweep: Sweep) -> None:
+        """Keep what a sweep after `step` found; a later sweep of the step replaces it."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from nestling.core.frozen import Frozen
 from nestling.core.seeds import derive_seed
@@ -11,7 +12,7 @@ from nestling.outer.config import OuterConfig
 from nestling.outer.episode_facts import Summary, facts_of, summarise
 from nestling.outer.learner import LossStats, StepStats
 
-__all__ = ["GroupCounts", "StepReport", "UpdateStats", "step_report"]
+__all__ = ["GroupCounts", "GroupFate", "StepReport", "UpdateStats", "step_report"]
 
 
 class UpdateStats(Frozen):
@@ -43,6 +44,9 @@ class UpdateStats(Frozen):
         )
 
 
+GroupFate = Literal["used", "constant", "short", "dropped"]
+
+
 class GroupCounts(Frozen):
     """What became of the step's groups; the first four add up to all of them."""
 
@@ -67,6 +71,8 @@ class StepReport(Frozen):
     skipped: bool
     """No group had anything to teach: no update was made."""
     groups: GroupCounts
+    group_fates: dict[str, GroupFate]
+    """What became of each group, by its id."""
     episodes: int
     """Finished, whether trained on or not."""
     dead_episodes: int
@@ -114,6 +120,7 @@ def step_report(
             dropped=len(batch.dropped),
             over_stale=len(batch.over_stale),
         ),
+        group_fates=_fates(groups, batch),
         episodes=len(episodes),
         dead_episodes=sum(len(group.dead) for group in groups),
         summary=summarise(
@@ -131,6 +138,20 @@ def step_report(
         train_s=seconds[1],
         eta_s=eta_s,
     )
+
+
+def _fates(groups: Sequence[FinishedGroup], batch: Batch) -> dict[str, GroupFate]:
+    ids = {group.plan.index: group.plan.group_id for group in groups}
+    fates: dict[str, GroupFate] = {}
+    for index in batch.used:
+        fates[ids[index]] = "used"
+    for index in batch.constant:
+        fates[ids[index]] = "constant"
+    for index in batch.short:
+        fates[ids[index]] = "short"
+    for index in batch.dropped:
+        fates[ids[index]] = "dropped"
+    return fates
 
 
 def _by_family(episodes: Sequence[PlayedEpisode]) -> dict[str, float]:

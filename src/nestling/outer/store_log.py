@@ -16,11 +16,12 @@ from nestling.outer.batch import DeadEpisode, FinishedGroup, PlayedEpisode
 from nestling.outer.plan import EpisodePlan, GroupPlan
 from nestling.outer.run_log import Progress
 from nestling.outer.step_report import StepReport
+from nestling.outer.sweep_report import Sweep
 from nestling.store.episodes import TrajectoryRecord
 from nestling.store.group_commit import GroupCommit
 from nestling.store.run_store import RunStore
 
-__all__ = ["PROGRESS_KEY", "Checkpoint", "StoreLog", "checkpoints", "step_reports"]
+__all__ = ["PROGRESS_KEY", "Checkpoint", "StoreLog", "checkpoints", "step_reports", "sweeps"]
 
 PROGRESS_KEY = "outer.progress"
 """Meta key under which the last committed state is kept."""
@@ -53,6 +54,14 @@ def checkpoints(store: RunStore) -> list[Checkpoint]:
         for one in store.learner.all()
         if one.state_ref is not None
     ]
+
+
+def sweeps(store: RunStore) -> dict[int, Sweep]:
+    """Every recorded sweep by the step it followed."""
+    texts = {
+        step: store.meta(_sweep_key(step)) for step in range(store.progress.num_done_steps() + 1)
+    }
+    return {step: Sweep.model_validate_json(text) for step, text in texts.items() if text}
 
 
 class StoreLog:
@@ -93,6 +102,11 @@ class StoreLog:
     ) -> None:
         """Step, learner version, groups and deaths in one transaction."""
         await self._write(lambda: self._commit_step(progress, report, groups))
+
+    async def sweep_done(self, step: int, sweep: Sweep) -> None:
+        """Keep what a sweep after `step` found."""
+        text = sweep.model_dump_json()
+        await self._write(lambda: self._store.set_meta(_sweep_key(step), text))
 
     async def _write(self, change: Callable[[], object]) -> None:
         """A change that was handed in is made even when the caller is cancelled meanwhile."""
@@ -174,7 +188,9 @@ class StoreLog:
             for group in groups:
                 for dead in group.dead:
                     store.episodes.fail(dead.plan.episode_id, dead.reason)
-                store.progress.mark_group(group.plan.group_id, "used", progress.step)
+                group_id = group.plan.group_id
+                is_used = report is not None and report.group_fates[group_id] == "used"
+                store.progress.mark_group(group_id, "used" if is_used else "dropped", progress.step)
             if report is None or report.update is not None:
                 store.learner.publish(
                     progress.version,
@@ -215,6 +231,10 @@ class StoreLog:
             )
             result = result.model_copy(update={"trajectory": trajectory})
         return PlayedEpisode(plan=plan, version=version, result=result)
+
+
+def _sweep_key(step: int) -> str:
+    return f"outer.sweep.{step:06d}"
 
 
 def _summary(episode: PlayedEpisode) -> dict[str, Any]:
