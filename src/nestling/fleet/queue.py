@@ -17,7 +17,10 @@ from nestling.core.errors import FleetError
 from nestling.store.jobs import JobRecord, JobState, LeaseRecord, NewJob
 from nestling.store.run_store import RunStore
 
-__all__ = ["Claim", "JobQueue"]
+__all__ = ["CANCELLED", "Claim", "JobQueue"]
+
+CANCELLED = "cancelled"
+"""Reason of a job that was dropped while it waited."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +183,7 @@ class JobQueue:
             job = self.store.jobs.get(job_id)
             if job.state != "queued":
                 return False
-            self.store.jobs.give_up(job, "cancelled", "nobody waits for it any more")
+            self.store.jobs.give_up(job, CANCELLED, "nobody waits for it any more")
             return True
 
     def drain(self) -> None:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from nestling.core.errors import FleetError, JobRejectedError, Problem, StoreError
@@ -19,7 +20,7 @@ from nestling.core.rundir import ArtifactStore
 from nestling.fleet.budget import GRACE_S, Budget
 from nestling.fleet.finish import finish
 from nestling.fleet.handlers import StageSeconds, pack_bundle
-from nestling.fleet.queue import JobQueue
+from nestling.fleet.queue import CANCELLED, JobQueue
 from nestling.fleet.watch import JobWatch
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.outcome import Outcome, OutcomeStatus
@@ -141,19 +142,36 @@ class FleetRunner:
         )
 
     async def _wait(self, job: NewJob) -> JobRecord:
-        """Queue a job and wait for its end; when the last who waits is cancelled, so is the job."""
-        queued = await self._writer.run(lambda: self._queue.enqueue(job))
-        job_id = queued.id
-        over = self._watch.expect(job_id)
+        """Queue or join a job and wait for its end.
+
+        A job that another caller dropped in the moment in which it was joined is queued again.
+        """
+        while True:
+            record = await self._queue_and_wait(job)
+            if record.reason != CANCELLED:
+                return record
+
+    async def _queue_and_wait(self, job: NewJob) -> JobRecord:
+        """When the last caller that waits is cancelled, a job that still waits is dropped."""
+        queued: list[str] = []
+        over: asyncio.Future[None] | None = None
+
+        def enqueue() -> str:
+            queued[:] = [self._queue.enqueue(job).id]
+            return queued[0]
+
         try:
+            job_id = await finish(self._writer.run(enqueue))
+            over = self._watch.expect(job_id)
             record = await self._writer.run(lambda: self._queue.store.jobs.get(job_id))
             if record.state in ("queued", "running"):
                 await over
                 record = await self._writer.run(lambda: self._queue.store.jobs.get(job_id))
         except asyncio.CancelledError:
-            if self._watch.forget(job_id, over):
-                with suppress(StoreError):  # closing down; the job waits for a resumed run
-                    await finish(self._writer.run(lambda: self._queue.cancel(job_id)))
+            for one in queued:
+                if self._watch.forget(one, over):
+                    with suppress(StoreError):  # closing down; the job waits for a resumed run
+                        await finish(self._writer.run(partial(self._queue.cancel, one)))
             raise
         self._watch.forget(job_id, over)
         return record

@@ -34,8 +34,8 @@ class JobWatch:
             self._waiting[job_id].append((loop, future))
         return future
 
-    def forget(self, job_id: str, future: asyncio.Future[None]) -> bool:
-        """Wait no more; True when nobody else waits for the job."""
+    def forget(self, job_id: str, future: asyncio.Future[None] | None) -> bool:
+        """Wait no more (None: never began to); True when nobody else waits for the job."""
         with self._lock:
             rest = [pair for pair in self._waiting.get(job_id, []) if pair[1] is not future]
             if rest:
