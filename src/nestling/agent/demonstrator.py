@@ -104,7 +104,7 @@ def script(rng: random.Random, rates: DemoRates) -> Generator[str, str, None]:
         result = yield render_call("submit_job", {})
         if result.startswith("accepted"):
             return
-        for call in _repair(draft, rng, rates):
+        for call in _repair(draft, result, rng, rates):
             yield call
 
 
@@ -274,8 +274,11 @@ def _first_version(draft: _Draft, rng: random.Random) -> list[str]:
     return calls
 
 
-def _repair(draft: _Draft, rng: random.Random, rates: DemoRates) -> list[str]:
+def _repair(draft: _Draft, result: str, rng: random.Random, rates: DemoRates) -> list[str]:
     """The edits that answer the last message; now and then they do not help."""
+    if "max_turns is" in result:
+        old, draft.span = draft.span, rng.choice(("1, 2", "1, 3", "2, 3"))
+        return [_edit(_TASKSET, f"LO, HI = {old}", f"LO, HI = {draft.span}")]
     found = next((slip for slip in _STAGES if slip in draft.slips), None)
     if found is None:  # accepted by our own rules, refused by the probe: start the rubric afresh
         return [render_call("read_file", {"path": _TASKSET})]

@@ -63,7 +63,7 @@ RUBRICS: Final[Mapping[str, Rubric]] = MappingProxyType(
             ),
             Rubric(
                 name="mostly_calls",
-                parts=(("correct", (0.1, 0.2)), ("busy", (0.8, 1.0))),
+                parts=(("correct", (0.4,)), ("busy", (0.3, 0.35))),
                 share=0.11,
             ),
             Rubric(name="format", parts=(("well_formed", (1.0,)),), share=0.11, is_refused=True),

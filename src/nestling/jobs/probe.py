@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_ROWS",
     "MIN_ROWS",
+    "PLAYED_ROWS",
     "Predicted",
     "ProbeOptions",
     "ProbeReport",
@@ -55,7 +56,7 @@ MAX_PROMPT_CHARS: Final = 8000
 
 _MIN_DISTINCT: Final = 8
 _MAX_PROBLEMS: Final = 5
-_PLAYED_ROWS: Final = 8
+PLAYED_ROWS: Final = 8
 """Spread evenly over the data set; every scripted policy plays each of them twice."""
 _PARAMS: Final = MappingProxyType({"nano": 350_000, "micro": 1_600_000})
 _CHARS_PER_TOKEN: Final = 7.0
@@ -208,8 +209,8 @@ class _Probe:
     def _label_problems(self) -> list[Problem]:
         """Solve a few rows; their labels must be what their own tools lead to."""
         common = most_common_answer(self._rows)
-        step = len(self._rows) / _PLAYED_ROWS
-        chosen = [self._rows[int(i * step)] for i in range(_PLAYED_ROWS)]
+        step = len(self._rows) / PLAYED_ROWS
+        chosen = [self._rows[int(i * step)] for i in range(PLAYED_ROWS)]
         self._lessons = [
             lesson_of(row, self._family, (), common, derive_seed(self._options.seed, row.index))
             for row in chosen
