@@ -1,0 +1,92 @@
+"""The demonstrator in real episodes: the paper probe says what the real probe says."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from nestling.agent.demonstrator import Demonstrator
+from nestling.agent.episode import EpisodeTask, run_episode
+from nestling.agent.episode_result import EpisodeResult
+from nestling.agent.paper_probe import PaperRunner
+from nestling.agent.warm_start import WarmStartPlan, encode_episode, make_corpus
+from nestling.engine.chat import ToolCall, parse_turn
+from nestling.engine.tokenizer import Tokenizer
+from nestling.families.registry import ALL, get
+from nestling.jobs.bundle import Bundle
+from nestling.jobs.env_zygote import Zygote
+from nestling.jobs.jail import Jail
+from nestling.jobs.probe import ProbeReport, probe
+from nestling.jobs.probe_env import JailedOpener
+
+
+async def _play(index: int, runner: PaperRunner) -> EpisodeResult:
+    task = EpisodeTask(
+        family=get(ALL[index % len(ALL)]),
+        task_id=f"demo-{index}",
+        task_seed=index,
+        policy_seed=1000 + index,
+    )
+    return await run_episode(task, Demonstrator(), runner)
+
+
+class _RealProbe(PaperRunner):
+    def __init__(self, opener: JailedOpener) -> None:
+        super().__init__()
+        self._opener = opener
+
+    async def check(self, bundle: Bundle, family: str) -> ProbeReport:
+        return probe(bundle, family, env_opener=self._opener)
+
+
+def _shape(result: EpisodeResult) -> list[str]:
+    """Results of all tool calls with their figures masked."""
+    return [re.sub(r"[\d.]+", "#", turn.result or "") for turn in result.turns]
+
+
+@pytest.mark.slow
+async def test_paper_probe_agrees_with_the_real_probe() -> None:
+    with Zygote(Jail()) as zygote:
+        real = _RealProbe(JailedOpener(starter=zygote))
+        for index in range(60):
+            assert _shape(await _play(index, real)) == _shape(await _play(index, PaperRunner()))
+
+
+async def test_demonstrator_writes_calls_that_parse_and_never_hits_a_tool_error() -> None:
+    for index in range(40):
+        result = await _play(index, PaperRunner())
+        assert all(isinstance(parse_turn(turn.text), ToolCall) for turn in result.turns[2:])
+        assert not [turn for turn in result.turns if (turn.result or "").startswith("error")]
+
+
+async def test_demonstrator_is_often_wrong_at_first_and_mostly_right_in_the_end() -> None:
+    results = [await _play(index, PaperRunner()) for index in range(150)]
+    first = sum(result.valid_attempt == 1 for result in results) / len(results)
+    ever = sum(result.valid_attempt is not None for result in results) / len(results)
+    assert 0.2 < first < 0.6
+    assert ever > 0.7
+
+
+def test_corpus_rows_are_what_an_episode_feeds(tmp_path: Path) -> None:
+    corpus = make_corpus(WarmStartPlan(episodes=60), tmp_path)
+    tokenizer = Tokenizer.load(tmp_path / "agent")
+    assert len(corpus) == 60
+    for index in (0, 17, 59):
+        ids, sampled = corpus.row(index)
+        text = tokenizer.decode(ids)
+        assert text.startswith("<|im_start|>system\nYou write training jobs")
+        said = tokenizer.decode([token for token, flag in zip(ids, sampled, strict=True) if flag])
+        assert "<tool_response>" not in said
+        assert said.endswith("<|im_end|>")
+
+
+def test_encoding_an_episode_round_trips_its_text(tmp_path: Path) -> None:
+    make_corpus(WarmStartPlan(episodes=40), tmp_path)
+    tokenizer = Tokenizer.load(tmp_path / "agent")
+    result = asyncio.run(_play(3, PaperRunner()))
+    text = tokenizer.decode(encode_episode(tokenizer, result.turns)[0])
+    for turn in result.turns:
+        assert turn.text in text
