@@ -13,6 +13,7 @@ from nestling.core.errors import ConfigError, FleetError, LearnerError, StoreErr
 from nestling.outer.batch import DeadEpisode
 from nestling.outer.config import HeldOutConfig, OuterConfig
 from nestling.outer.loop import train
+from nestling.outer.plan import plan_group
 from nestling.outer.run_log import Progress
 from nestling.outer.store_log import StoreLog, checkpoints, step_reports
 from nestling.store.group_commit import GroupCommit
@@ -196,6 +197,29 @@ async def test_resumed_run_equals_an_undisturbed_one(table_learner, game_player,
     assert finished(store) == expected
     assert learner.version == calm.version
     np.testing.assert_array_equal(learner.table, calm.table)
+
+
+async def test_resumed_run_with_lag_plays_the_same_episodes(table_learner, game_player, store):
+    settings = config(steps=5, max_staleness=2)
+    for cut_at in (2, 9, 17, 30, None):
+        learner = table_learner()
+
+        async def dawdle(plan):
+            await asyncio.sleep(0.001 * (plan.policy_seed % 7))
+
+        await run_cut(
+            settings,
+            learner,
+            game_player(learner, before=dawdle),
+            store,
+            lambda _, cut_at=cut_at: cut_at is not None and len(finished(store)) >= cut_at,
+        )
+    wanted = [
+        one.episode_id for i in range(10) for one in plan_group(settings, FAMILIES, i).episodes
+    ]
+    assert finished(store) == wanted
+    assert step_reports(store)[-1].step == 5
+    assert sum(len(report.group_fates) for report in step_reports(store)) == 10
 
 
 async def test_finished_episodes_are_never_played_again(table_learner, game_player, store):

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import time
 
 from nestling.agent.prompt import AgentPrompt
 from nestling.agent.token_policy import TokenPolicy
@@ -75,23 +74,15 @@ async def test_agent_learns_the_game(embedded, make_result, store, tokenizer):
     learner = embedded(num_sessions=32)
     reports = []
     player = WordGame(learner, tokenizer, make_result)
-    began = time.process_time()
-    await run(
-        config(steps=30, max_staleness=1, learning_rate=6e-3),
-        learner,
-        player,
-        store,
-        on_step=reports.append,
-    )
+    settings = config(steps=30, learning_rate=1e-2)
+    await run(settings, learner, player, store, on_step=reports.append)
     rewards = [report.summary.reward.mean for report in reports]
     assert rewards[0] < 0.6  # half of all tokens pay
     assert rewards[-1] > 0.75
-    updates = [report.update for report in reports if report.update]
-    on_policy = [r.update for r in reports if r.update and r.staleness_max == 0]
-    assert all(update.max_logprob_gap < 1e-4 for update in on_policy)
-    assert updates[-1].kl_initial > updates[0].kl_initial >= 0
+    updates = [report.update for report in reports]
+    assert all(update.max_logprob_gap < 1e-4 for update in updates)
+    assert updates[-1].kl_initial > updates[1].kl_initial > 0
     assert updates[-1].nll < updates[0].nll
-    assert time.process_time() - began < 30
 
 
 async def cut_after(number, settings, learner, player, store):
