@@ -47,12 +47,12 @@ _FALSE_ALARM: Final = 1e-4
 _MAX_TEXTS: Final = 50_000
 """Strings looked at in a job's files; a job has at most 2 MiB of them."""
 _KINDS: Final = {
-    "whole": "word for word, with its world",
-    "whole_renamed": "with its world and other names",
+    "whole": "whole",
+    "whole_renamed": "whole, other names",
     "exact": "word for word",
-    "normalised": "with other case or punctuation",
-    "reordered": "with its words in another order",
-    "renamed": "with other names",
+    "normalised": "other case or marks",
+    "reordered": "words reordered",
+    "renamed": "other names",
     "phrases": "in pieces",
 }
 
@@ -252,7 +252,7 @@ def leak_problems(
                 code=f"rows.leak_{first.kind.replace(' ', '_')}",
                 wrong=f"{first.where} holds an eval item ({how}; {len(matches)} in all)",
                 expected=f"no {which}",
-                fix="make rows with sample(rng, lo, hi)",
+                fix="draw rows with sample()",
             )
         )
     return problems

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from nestling.engine.chat import render_call
 from nestling.families.family import Family, Item
+from nestling.families.public.answer import parse_answer
 from nestling.jobs.rollout_env import Row
 
 __all__ = [
@@ -37,6 +38,15 @@ ORACLE: Final = "the correct answer"
 MANY_CALLS: Final = 10
 
 _MAX_STEPS: Final = 64
+_MISFITS: Final = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a family's pure functions raise on a world that is not theirs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +79,7 @@ def lesson_of(
     rng = random.Random(seed)
     item = _item(row, fields)
     solution, found = ((), None) if item is None else _solve(family, item)
-    wrong = ""
-    if item is not None and found is not None:
-        wrong = next((g for _ in range(8) if (g := family.guess(item, rng)) != answer), "")
+    wrong = "" if item is None or found is None else _wrong_answer(family, item, rng)
     return Lesson(
         row=row,
         answer=answer,
@@ -125,10 +133,19 @@ def _solve(family: Family, item: Item) -> tuple[Solution, str | None]:
             reply = family.call(item, state, name, arguments)
             label, name, arguments = solver.send(reply)
     except StopIteration as stop:
-        return tuple(steps), str(stop.value)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError):
+        answer = parse_answer(f"ANSWER: {stop.value}")
+        return (tuple(steps), answer) if answer is not None else ((), None)
+    except _MISFITS:
         return (), None
     return (), None
+
+
+def _wrong_answer(family: Family, item: Item, rng: random.Random) -> str:
+    """A plausible answer that is not the item's; empty when the family finds none."""
+    try:
+        return next((g for _ in range(8) if (g := family.guess(item, rng)) != item.answer), "")
+    except _MISFITS:
+        return ""
 
 
 def _oracle(lesson: Lesson) -> Script:
