@@ -1,8 +1,8 @@
 """Build the base models from nothing: clean demonstrations, then noise set on the model itself.
 
-Stages leave their results in a work folder, so that a build may be stopped at any time and called
-again: clean weights (with optimiser state while under way), one file per swept or refitted group of
-noise settings, the final scores. Several noise settings are trained as one stack of J models.
+Stages leave their results in a work folder, so that a build may be stopped or killed at any time and
+called again: clean weights (with optimiser state while under way), one folder per swept or refitted
+noise setting, the final scores. Several noise settings are trained as one stack of J models.
 Needs numpy, torch, tokenizers, safetensors and pydantic, nothing else.
 """
 
@@ -145,14 +145,12 @@ class _Build:
             )
             loss = trainer.step([_row(corpus, index) for index in batch], rate)
             step += 1
-            if step % max(1, num_steps // 20) == 0 or step == num_steps:
+            if step % max(1, num_steps // 20) == 0:
                 self.log("clean", step=step, steps=num_steps, loss=round(loss, 4))
+                _save_state(trainer, state_file, step)
             if self.config.snapshot_items and step % max(1, num_steps // 4) == 0:
-                self.log(
-                    "snapshot",
-                    step=step,
-                    scores=self._scores(model, self.config.snapshot_items, "snapshot")[0],
-                )
+                found = self._scores(model, self.config.snapshot_items, "snapshot")[0]
+                self.log("snapshot", step=step, scores=_rounded(found))
         save_weights(done, weights)
         _write(done / "done.json", {"tokens": corpus.num_tokens, "episodes": corpus.num_episodes})
         state_file.unlink(missing_ok=True)
