@@ -41,6 +41,10 @@ async def run(settings, learner, player, store, **hooks):
         )
 
 
+def group_of(plan):
+    return int(plan.group_id.rpartition("/")[2])
+
+
 def finished(store):
     return sorted(one.id for one in store.episodes.all(state="finished"))
 
@@ -65,7 +69,7 @@ async def test_dead_episode_costs_only_itself(table_learner, game_player, store,
     learner = table_learner()
 
     async def break_one(plan):
-        if plan.member == 1 and plan.group % 2:
+        if plan.member == 1 and group_of(plan) % 2:
             raise RuntimeError("the machine caught fire")
 
     seen, reports = [], []
@@ -100,7 +104,7 @@ async def test_slow_group_stalls_nobody_and_is_clipped_when_it_is_late(
     reports = []
 
     async def hold_first_group(plan):
-        if plan.group == 0:
+        if group_of(plan) == 0:
             await release.wait()
 
     def on_step(report):
@@ -122,23 +126,22 @@ async def test_slow_group_stalls_nobody_and_is_clipped_when_it_is_late(
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-async def test_pace_bounds_staleness(table_learner, game_player, store, max_staleness):
+async def test_pace_bounds_what_is_admitted(table_learner, game_player, store, max_staleness):
     learner = table_learner()
-    reports, running, most = [], set(), []
+    reports, started, most = [], set(), []
 
     async def before(plan):
-        running.add(plan.group)
-        most.append(len(running))
+        started.add(plan.group_id)
+        most.append(len(started) - 2 * len(reports))
         await asyncio.sleep(0.001 * (plan.policy_seed % 5))
 
-    def on_step(report):
-        reports.append(report)
-
     player = game_player(learner, before=before)
-    await run(config(steps=8, max_staleness=max_staleness), learner, player, store, on_step=on_step)
-    # A group that others overtake may wait one more step than the bound, never much longer here.
-    assert max(report.staleness_max for report in reports) <= 2 * max_staleness
-    trained = sorted({row.group for rows in learner.updates for row in rows})
+    settings = config(steps=8, max_staleness=max_staleness)
+    await run(settings, learner, player, store, on_step=reports.append)
+    assert max(most) == 2 * (max_staleness + 1)
+    if max_staleness == 0:
+        assert max(report.staleness_max for report in reports) == 0
+    trained = {row.group for rows in learner.updates for row in rows}
     left_out = sum(report.groups.constant for report in reports)
     assert len(trained) + left_out == 16
 
@@ -146,7 +149,7 @@ async def test_pace_bounds_staleness(table_learner, game_player, store, max_stal
 async def test_constant_groups_make_no_update(table_learner, game_player, store):
     learner = table_learner()
     reports = []
-    player = game_player(learner, reward=lambda plan, share: share if plan.group >= 4 else 0.1)
+    player = game_player(learner, reward=lambda plan, share: share if group_of(plan) >= 4 else 0.1)
     done = await run(config(), learner, player, store, on_step=reports.append)
     assert [report.skipped for report in reports] == [True, True, False, False]
     assert [report.groups.constant for report in reports[:2]] == [2, 2]
@@ -265,6 +268,24 @@ async def test_hanging_episode_dies_of_its_limit(table_learner, game_player, sto
     assert reports[0].dead_episodes == 2
     reasons = [one.outcome for one in store.episodes.all(state="failed")]
     assert reasons == ["took longer than episode_timeout_s=0.05"] * 2
+
+
+async def test_episode_that_waits_for_something_cancelled_dies_alone(
+    table_learner, game_player, store
+):
+    learner = table_learner()
+
+    async def wait_for_the_dead(plan):
+        if plan.member == 0:
+            future = asyncio.get_running_loop().create_future()
+            future.cancel()
+            await future
+
+    reports = []
+    player = game_player(learner, before=wait_for_the_dead)
+    async with asyncio.timeout(20):
+        await run(config(steps=1), learner, player, store, on_step=reports.append)
+    assert (reports[0].episodes, reports[0].dead_episodes) == (6, 2)
 
 
 async def test_machinery_fault_is_a_death(table_learner, game_player, store, make_result, caplog):

@@ -177,11 +177,11 @@ class _Run:
             for index in range(self._progress.spent_below, self._next_group)
             if not self._progress.is_spent(index)
         ]
-        finished: dict[int, list[PlayedEpisode]] = {}
+        finished: dict[str, list[PlayedEpisode]] = {}
         for episode in await self._log.finished_episodes(open_plans):
-            finished.setdefault(episode.plan.group, []).append(episode)
+            finished.setdefault(episode.plan.group_id, []).append(episode)
         for plan in open_plans:
-            self._open(tasks, plan, finished.get(plan.index, []))
+            self._open(tasks, plan, finished.get(plan.group_id, []))
 
     def _admit(self, tasks: asyncio.TaskGroup) -> None:
         while self._next_group < self._limit():

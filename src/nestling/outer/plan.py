@@ -22,8 +22,7 @@ class EpisodePlan:
 
     episode_id: str
     """Unique within the run and the same after a resume."""
-    group: int
-    """Index of the group within the run; -1 for measurements."""
+    group_id: str
     member: int
     family: str
     task_seed: int
@@ -40,7 +39,7 @@ class GroupPlan:
     """Unique within the run and the same after a resume."""
     purpose: Literal["train", "measure"]
     index: int
-    """Place in the run; -1 for measurements."""
+    """Place in the run; 0 for measurements, where it means nothing."""
     step: int
     """The step it is planned for, or the step whose policy is measured."""
     family: str
@@ -57,7 +56,7 @@ def plan_group(config: OuterConfig, families: Sequence[str], index: int) -> Grou
     episodes = tuple(
         EpisodePlan(
             episode_id=f"{group_id}/{member:03d}",
-            group=index,
+            group_id=group_id,
             member=member,
             family=family,
             task_seed=task_seed,
@@ -97,14 +96,14 @@ def measurement_group(seed: int, *, arm: str, step: int, family: str, episodes: 
     return GroupPlan(
         group_id=group_id,
         purpose="measure",
-        index=-1,
+        index=0,
         step=step,
         family=family,
         seed=seed,
         episodes=tuple(
             EpisodePlan(
                 episode_id=f"{group_id}/{member:05d}",
-                group=-1,
+                group_id=group_id,
                 member=member,
                 family=family,
                 task_seed=derive_seed(seed, "measure-task", family, member),

@@ -78,6 +78,13 @@ class Stage:
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 result = await play(plan)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Nobody cancelled this episode: something it waited for was cancelled.
+            reason = "what the episode waited for was cancelled"
+            return DeadEpisode(plan=plan, version=version, reason=reason)
         except (LearnerError, StoreError, ConfigError):
             raise
         except Exception as error:

@@ -151,7 +151,7 @@ class StoreLog:
     def _episode_started(self, plan: EpisodePlan, version: int) -> None:
         self._store.episodes.start(
             plan.episode_id,
-            group_id=plan.episode_id.rpartition("/")[0],
+            group_id=plan.group_id,
             idx=plan.member,
             family=plan.family,
             policy=self._policy,

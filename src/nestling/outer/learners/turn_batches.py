@@ -14,6 +14,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 
 from nestling.core.errors import LearnerError, NestlingError
@@ -187,9 +188,12 @@ class TurnBatcher:
                 one.answer.set_exception(LearnerError(f"the learner is closed: {error}"))
             self._is_busy = False
             return
-        running.add_done_callback(
-            lambda done: loop.call_soon_threadsafe(self._finish, loop, batch, done)
-        )
+
+        def tell(done: Future[list[Sampled]]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self._finish, loop, batch, done)
+
+        running.add_done_callback(tell)
 
     def _choose(self) -> list[_Waiting]:
         """The oldest request and all others that can be decoded with it."""
