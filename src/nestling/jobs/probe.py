@@ -273,7 +273,7 @@ class _Probe:
         from nestling.jobs.probe_rollouts import measure  # torch is heavy and not always needed
 
         options = self._options
-        played = [lesson.row.index for lesson in self._lessons[: options.model_rollouts]]
+        played = [lesson.row for lesson in self._lessons[: options.model_rollouts]]
         measured = measure(
             self._model, env, played, manifest, seed=options.seed, eval_items=options.eval_items
         )

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from nestling.core.errors import Problem
 from nestling.core.seeds import derive_seed
+from nestling.engine.chat import Message, prompt_ids
 from nestling.engine.model import Model
 from nestling.engine.sampler import SamplingParams
 from nestling.jobs.budget import Workload
 from nestling.jobs.manifest import JobManifest
-from nestling.jobs.rollout_env import RolloutEnv
-from nestling.jobs.rollouts import EnvRollout, play_env
+from nestling.jobs.rollout_env import RolloutEnv, Row
+from nestling.jobs.rollouts import play_env
 
 __all__ = ["Measured", "measure"]
 
@@ -21,14 +22,15 @@ __all__ = ["Measured", "measure"]
 class Measured:
     """What the rollouts showed."""
 
-    workload: Workload
+    workload: Workload | None
+    """None when nothing could be played."""
     problems: list[Problem]
 
 
 def measure(
     model: Model,
     env: RolloutEnv,
-    rows: Sequence[int],
+    rows: Sequence[Row],
     manifest: JobManifest,
     *,
     seed: int,
@@ -46,8 +48,12 @@ def measure(
         max_total_tokens=table.seq_len,
         max_turns=table.max_turns,
     )
-    seeds = [derive_seed(seed, "probe", row) for row in rows]
-    played = play_env(model, env, rows, seeds, params)
+    longest = max(len(_prompt(model, row)) for row in rows)
+    limit = min(table.seq_len, model.config.max_positions)
+    if longest + table.max_tokens > limit:
+        return Measured(workload=None, problems=[_too_long(longest, table.max_tokens, limit)])
+    seeds = [derive_seed(seed, "probe", row.index) for row in rows]
+    played = play_env(model, env, [row.index for row in rows], seeds, params)
     count = len(played)
     workload = Workload(
         tokens_per_rollout=sum(len(one.rollout.ids) for one in played) / count,
@@ -56,31 +62,32 @@ def measure(
         params=int(model.weights.flat.shape[-1]),
         eval_items=eval_items,
     )
-    return Measured(workload=workload, problems=_problems(played, manifest))
-
-
-def _problems(played: Sequence[EnvRollout], manifest: JobManifest) -> list[Problem]:
-    table = manifest.prime_rl
-    longest = max(one.rollout.prompt_len for one in played)
-    if longest + table.max_tokens > table.seq_len:
-        return [
-            Problem(
-                stage="rollout",
-                code="rollout.seq_len",
-                wrong=f"a prompt has {longest} tokens, seq_len is {table.seq_len}",
-                expected=f"room for {table.max_tokens} more (max_tokens)",
-                fix="raise seq_len or shorten prompts",
-            )
-        ]
     failed = next((one.score.error for one in played if one.score.error is not None), None)
-    if failed is not None:
-        return [
-            Problem(
-                stage="rollout",
-                code="rollout.error",
-                wrong=f"scoring a model's rollout failed: {failed[:60]}",
-                expected="a number for any text",
-                fix="handle odd replies in the reward",
-            )
-        ]
-    return []
+    return Measured(workload=workload, problems=[] if failed is None else [_failed(failed)])
+
+
+def _prompt(model: Model, row: Row) -> list[int]:
+    messages = [Message(role="user", content=row.prompt)]
+    if row.system_prompt:
+        messages.insert(0, Message(role="system", content=row.system_prompt))
+    return prompt_ids(model.tokenizer, messages)
+
+
+def _too_long(longest: int, max_tokens: int, limit: int) -> Problem:
+    return Problem(
+        stage="rollout",
+        code="rollout.seq_len",
+        wrong=f"a prompt has {longest} tokens; with max_tokens {max_tokens} that is over {limit}",
+        expected="room for a turn within seq_len",
+        fix="raise seq_len or shorten prompts",
+    )
+
+
+def _failed(error: str) -> Problem:
+    return Problem(
+        stage="rollout",
+        code="rollout.error",
+        wrong=f"scoring a model's rollout failed: {error[:60]}",
+        expected="a number for any text",
+        fix="handle odd replies in the reward",
+    )

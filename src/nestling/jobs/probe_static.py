@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -80,7 +81,9 @@ def _parse(path: str, source: str) -> ast.Module | Problem:
                 "split it",
             )
     try:
-        return ast.parse(source, path)
+        with warnings.catch_warnings():  # an odd escape in a string is no fault
+            warnings.simplefilter("ignore")
+            return ast.parse(source, path)
     except SyntaxError as error:
         number = error.lineno or 1
         text = " ".join((error.text or "").split())[:40]
