@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -369,6 +372,62 @@ def test_unsafe_mode_runs_the_same_job_without_a_jail(limits, ledger_tools, make
         assert play(env).error is None
         pid = env._process.process.pid
     assert not psutil.pid_exists(pid)
+
+
+def test_a_row_may_not_change_after_it_was_checked(start_with):
+    env = start_with(
+        reward="""
+import sys
+for name, module in list(sys.modules.items()):
+    if name == "nestling.jobs.env_worker":
+        import gc
+        host = next(o for o in gc.get_objects() if type(o).__name__ == "VerifiersHost")
+        for loaded in host._rows:
+            loaded.row = type(loaded.row)(index=loaded.row.index, system_prompt="", prompt="other", data_json="{}")
+"""
+    )
+    env.rows(3)
+    play(env)
+    with pytest.raises(JailError, match=r"env\.changed_row"):
+        env.reset([1])
+
+
+def test_isolation_is_recorded(start, make_job):
+    assert start(make_job()).isolation in ("namespaces", "namespaces+cgroup")
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_leaves_no_process_behind(tmp_path):
+    tests = Path(__file__).parent
+    program = f"""
+import sys, time
+sys.path.insert(0, {str(tests)!r})
+from conftest import PUBLIC_TOOLS, job_with
+from nestling.jobs.env_client import open_env
+from nestling.jobs.env_zygote import Zygote
+from nestling.jobs.jail import Jail, JailLimits
+jail = Jail()
+zygote = Zygote(jail)
+env = open_env(job_with(), PUBLIC_TOOLS, JailLimits(), jail=jail, starter=zygote)
+print(env._process.init_pid, zygote._process.pid, env._folder, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdout is not None
+        init_pid, zygote_pid, folder = trainer.stdout.readline().split()
+        namespace = Path(f"/proc/{init_pid}/ns/pid").stat().st_ino
+        assert len(members(namespace)) == 3
+        trainer.kill()
+    deadline = time.monotonic() + 10
+    while (members(namespace) or psutil.pid_exists(int(zygote_pid))) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    assert not members(namespace)
+    assert not psutil.pid_exists(int(zygote_pid))
+    shutil.rmtree(folder)
 
 
 def test_the_client_leaves_no_descriptors(start, make_job):

@@ -4,7 +4,7 @@ The child is expected to lie, hang, flood and die; whatever it does becomes a `J
 reason code and the end of its whole process tree.
 
 Reason codes: `jail.start`, `env.deadline`, `env.exited`, `env.protocol`, `env.output_flood`,
-`env.closed`, and those of the worker's own faults (`env.import`, `env.config`, `env.rows`, ...).
+`env.changed_row`, `env.request`, `env.closed`, and those of the worker's own faults (`env.import`, `env.config`, `env.rows`, ...).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from nestling.core.clock import Clock, SystemClock
 from nestling.core.errors import ConfigError, JailError
@@ -38,6 +38,7 @@ R = TypeVar("R", bound=wire.Reply)
 
 MAX_CALLS_PER_FRAME: Final = 256
 MAX_TEXT_CHARS: Final = 200_000
+MAX_ROWS_CHARS: Final = 64_000_000
 LOG_TAIL_BYTES: Final = 16 * 1024
 _READ_BYTES: Final = 1 << 16
 
@@ -108,6 +109,7 @@ class JailedEnv:
         self._clock = clock
         self._log = bytearray()
         self._log_seen = 0
+        self._shown: dict[int, int] = {}
         self._folder = _write_job(files)
         request_read, self._request_fd = os.pipe()
         self._reply_fd, reply_write = os.pipe()
@@ -144,6 +146,10 @@ class JailedEnv:
             raise
         for fd in (request_read, reply_write, log_write):
             os.close(fd)
+        self._isolation: Literal["none", "namespaces", "namespaces+cgroup"] = "none"
+        if not jail.unsafe:
+            grouped = self._process.cgroup is not None
+            self._isolation = "namespaces+cgroup" if grouped else "namespaces"
 
     def load(self, env_args: dict[str, Any]) -> None:
         """Import the package; done by `open_env`."""
@@ -152,12 +158,17 @@ class JailedEnv:
     def rows(self, limit: int) -> list[Row]:
         """See `RolloutEnv`; fetched in pages."""
         rows: list[Row] = []
+        chars = 0
         while len(rows) < limit:
             request = wire.Rows(start=len(rows), limit=limit - len(rows))
             reply = self._ask(request, wire.RowsReply)
             for frame in reply.rows:
                 if frame.index != len(rows) or len(rows) >= limit:
                     raise self._fault("env.protocol", f"row {frame.index} out of order")
+                chars += len(frame.system_prompt) + len(frame.prompt) + len(frame.data_json)
+                if chars > MAX_ROWS_CHARS:
+                    raise self._fault("env.rows", f"rows of more than {MAX_ROWS_CHARS} characters")
+                self._check_same(frame.index, frame.system_prompt, frame.prompt)
                 rows.append(
                     Row(
                         index=frame.index,
@@ -180,6 +191,8 @@ class JailedEnv:
         for batch in _batches(rows):
             reply = self._ask(wire.Reset(rows=list(batch)), wire.Started)
             self._check_count(len(reply.starts), len(batch))
+            for index, frame in zip(batch, reply.starts, strict=True):
+                self._check_same(index, frame.system_prompt, frame.prompt)
             starts += [
                 RolloutStart(
                     rollout_id=frame.rollout_id,
@@ -226,6 +239,11 @@ class JailedEnv:
         """The last 16 KiB the worker wrote to its standard output and error."""
         return self._log.decode("utf-8", "replace").strip()
 
+    @property
+    def isolation(self) -> Literal["none", "namespaces", "namespaces+cgroup"]:
+        """What holds the worker; for the run's record."""
+        return self._isolation
+
     def __enter__(self) -> JailedEnv:
         return self
 
@@ -261,6 +279,12 @@ class JailedEnv:
             wanted = expected.__name__
             raise self._fault("env.protocol", f"a {type(reply).__name__}; expected {wanted}")
         return reply
+
+    def _check_same(self, index: int, system_prompt: str, prompt: str) -> None:
+        """A row is what it was when first seen: what was checked is what is trained on."""
+        shown = hash((system_prompt, prompt))
+        if self._shown.setdefault(index, shown) != shown:
+            raise self._fault("env.changed_row", f"row {index} has another prompt than before")
 
     def _check_count(self, got: int, expected: int) -> None:
         if got != expected:

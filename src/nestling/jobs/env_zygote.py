@@ -133,7 +133,11 @@ class Zygote:
         with contextlib.ExitStack() as stack:
             fds = _open_namespaces(jailed.init_pid, stack)
             message = json.dumps(
-                {"confinement": self._jail.confinement(limits).pack(), "namespaces": len(fds)}
+                {
+                    "confinement": self._jail.confinement(limits).pack(),
+                    "namespaces": len(fds),
+                    "cgroup": "" if jailed.cgroup is None else str(jailed.cgroup.path),
+                }
             )
             try:
                 socket.send_fds(self._control, [message.encode()], [*fds, *pipes])

@@ -129,6 +129,9 @@ class JailedProcess:
 class Jail:
     """Starts programs in a jail; cheap to make, holds nothing.
 
+    A jail dies with the thread that started it (the kernel's parent-death signal), so start it
+    from a thread that lives as long as the environment is used.
+
     `unsafe=True` runs them without bubblewrap, with limits only: for machines where the operator
     trusts the jobs. It is never chosen silently, and runs record it.
 

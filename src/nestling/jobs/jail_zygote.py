@@ -68,6 +68,8 @@ def _fork_worker(request: dict[str, object], fds: list[int], program: bytes) -> 
         try:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.close(read)
+            if request["cgroup"]:
+                (Path(str(request["cgroup"])) / "cgroup.procs").write_text("0")
             enter_namespaces(fds[:count])
             if os.fork() == 0:
                 _become_worker(fds[count:], confinement, program)

@@ -75,6 +75,9 @@ MAX_LIVE_ROLLOUTS: Final = 65536
 MAX_TOOL_CHARS: Final = 8192
 """A longer tool answer is replaced by an error text."""
 MAX_ERROR_CHARS: Final = 400
+MAX_SCORES: Final = 64
+MAX_NAME_CHARS: Final = 128
+MAX_ABS_SCORE: Final = 1e9
 
 _AGENT = AgentInfo(config=vf.AgentConfig())
 _VERSION = VersionInfo(version=VERIFIERS_VERSION)
@@ -585,6 +588,7 @@ async def _score(rollout: _Rollout, kind: _TaskKind) -> ScoreRecord:
         metrics = {name: _finite(name, value) for name, value in trace.metrics.items()}
         rewards = {name: _finite(name, value.value) for name, value in trace.rewards.items()}
         total = _finite("reward", math.fsum(rewards.values()))
+        _check_names([*rewards, *metrics])
     except Exception as e:  # noqa: BLE001 (the author's code; the record says what it did)
         return ScoreRecord(reward=0.0, error=describe(e))
     return ScoreRecord(reward=total, rewards=rewards, metrics=metrics)
@@ -602,12 +606,22 @@ def _tool_text(result: Foreign) -> str:
     return pydantic_core.to_json(result, fallback=str, indent=2).decode()
 
 
+def _check_names(names: list[Foreign]) -> None:
+    for name in names:
+        if not isinstance(name, str) or len(name) > MAX_NAME_CHARS:
+            raise ValueError(f"a reward or metric has no name of 1 to {MAX_NAME_CHARS} characters")
+    if len(names) > MAX_SCORES:
+        raise ValueError(f"{len(names)} rewards and metrics; expected at most {MAX_SCORES}")
+
+
 def _finite(name: str, value: Foreign) -> float:
     if not isinstance(value, int | float):
         raise TypeError(f"{name} is a {type(value).__name__}; expected a float")
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} is {number}; expected a finite float")
+    if not (math.isfinite(number) and abs(number) <= MAX_ABS_SCORE):
+        raise ValueError(
+            f"{name} is {number}; expected a finite float of at most {MAX_ABS_SCORE:g}"
+        )
     return number
 
 
