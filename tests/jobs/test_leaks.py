@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestling.families.registry import ALL, get
+from nestling.families.splits import EvalSecret, hidden_items
 from nestling.jobs.leaks import LeakIndex, leak_problems
 from nestling.jobs.rollout_env import Row
 
@@ -140,6 +141,16 @@ def test_dev_items_have_their_own_message(indexed):
     index = indexed["ledger"][1]
     rows = rows_of(items_of(get("ledger"), 2, 16))
     assert "example items of TASK.md" in leak_problems(index, rows, {})[0].expected
+
+
+@pytest.mark.parametrize("name", ["multi_hop", "dispatch"])
+def test_index_of_a_family_holds_dev_and_all_hidden_sets(name):
+    secret = EvalSecret(bytes(32))
+    index = LeakIndex.for_family(name, secret, hidden=50, dev=20)
+    assert index.sizes == {"dev": 20, "a": 50, "b": 50, "c": 50}
+    rows = rows_of(hidden_items(name, "c", 50, secret))
+    assert {match.split for match in index.search(rows, {})} == {"c"}
+    assert leak_problems(index, rows, {})
 
 
 def test_index_survives_bytes_and_holds_no_text(indexed):

@@ -24,6 +24,8 @@ from typing import Final
 
 from nestling.core.errors import Problem
 from nestling.families.family import Family, Item
+from nestling.families.registry import get
+from nestling.families.splits import HIDDEN, EvalSecret, dev_items, hidden_items
 from nestling.jobs.rollout_env import Row
 
 __all__ = ["LeakIndex", "LeakMatch", "leak_problems"]
@@ -84,6 +86,15 @@ class LeakIndex:
     """Split to number of items."""
     chance: float = 0.0
     """How often, at most, one honest row matches one given item (95 % bound)."""
+
+    @classmethod
+    def for_family(
+        cls, family: str, secret: EvalSecret, *, hidden: int, dev: int = 64
+    ) -> LeakIndex:
+        """The index of a family's first `dev` dev items and `hidden` items of each hidden set."""
+        items: dict[str, Sequence[Item]] = {"dev": dev_items(family, dev)}
+        items |= {split: hidden_items(family, split, hidden, secret) for split in HIDDEN}
+        return cls.build(get(family), items)
 
     @classmethod
     def build(
