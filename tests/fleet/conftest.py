@@ -46,7 +46,7 @@ class Fleet:
 
 
 async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         while not condition():  # noqa: ASYNC110 (another process is what changes)
             await asyncio.sleep(0.01)
 

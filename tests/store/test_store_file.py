@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sqlite3
@@ -90,6 +91,22 @@ def test_full_disk_is_an_error_and_keeps_the_data(tmp_path: Path) -> None:
         assert len([event for event in store.events.since(0) if event.kind == "meta.set"]) == (
             written + 2
         )
+
+
+def test_transaction_that_a_full_disk_ended_cannot_go_on(tmp_path: Path) -> None:
+    def swallow_and_go_on(store: RunStore) -> None:
+        with store.transaction():
+            store.set_meta("first half", "x")
+            with contextlib.suppress(StoreError):
+                store.set_meta("too large", "x" * 1_000_000)
+            store.set_meta("second half", "x")
+
+    with RunStore(tmp_path / "run.db") as store:
+        store.limit_pages(80)
+        with pytest.raises(StoreError, match="undone after an earlier error"):
+            swallow_and_go_on(store)
+        assert (store.meta("first half"), store.meta("second half")) == (None, None)
+        store.set_meta("later", "x")
 
 
 def test_one_change_too_large_does_not_fail_its_neighbours(tmp_path: Path) -> None:

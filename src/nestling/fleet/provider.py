@@ -55,3 +55,11 @@ class Provider(Protocol):
     async def terminate(self, name: str) -> None:
         """End a worker and everything it started; fine when it is gone already."""
         ...
+
+    async def sweep(self) -> Sequence[str]:
+        """End what an earlier controller of this run left behind; returns the names."""
+        ...
+
+    async def close(self) -> None:
+        """End every worker; may be called twice."""
+        ...

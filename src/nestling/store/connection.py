@@ -99,6 +99,7 @@ class Connection:
     def execute(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
         """One statement."""
         with self._lock:
+            self._require_whole()
             try:
                 return self._sqlite.execute(sql, values)
             except sqlite3.Error as error:
@@ -107,6 +108,7 @@ class Connection:
     def execute_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
         """One statement for many rows."""
         with self._lock:
+            self._require_whole()
             try:
                 self._sqlite.executemany(sql, rows)
             except sqlite3.Error as error:
@@ -179,6 +181,14 @@ class Connection:
             version = self._version()
             if version < VERSION:
                 migrate(self._sqlite, version)
+
+    def _require_whole(self) -> None:
+        """Refuse to go on inside a transaction that SQLite has ended, or half of it would stay."""
+        if self._depth > 0 and not self._sqlite.in_transaction:
+            raise StoreError(
+                f"{self.path}: the transaction was undone after an earlier error, for example a "
+                f"full disk; nothing of it was recorded; free disk space and repeat it"
+            )
 
     def _undo(self, depth: int) -> None:
         """Roll back; SQLite has already done it after some errors, for example a full disk."""
