@@ -46,7 +46,7 @@ class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
 class Taskset(vf.Taskset[Task, vf.TasksetConfig]):
     def load(self):
         for n in range(64):
-            yield Task(vf.TaskData(prompt=f"{{n}}", name=str(n)), self.config.task)
+            yield Task(vf.TaskData(prompt={prompt}, name=str(n)), self.config.task)
 """
 
 SHORT = "return 1.0 - min(len(trace.last_reply), 120) / 120"
@@ -54,7 +54,9 @@ SHORT = "return 1.0 - min(len(trace.last_reply), 120) / 120"
 SAME = "return 0.5"
 
 
-def job(reward: str = SHORT, *, base: str = "micro", **prime_rl: object) -> Bundle:
+def job(
+    reward: str = SHORT, *, base: str = "micro", prompt: str = "str(n)", **prime_rl: object
+) -> Bundle:
     """A job whose rubric is one line of Python."""
     settings = {"lr": 3e-3, "max_steps": 4, "batch_size": 32, "group_size": 8, "max_tokens": 16}
     table = "\n".join(
@@ -65,7 +67,7 @@ def job(reward: str = SHORT, *, base: str = "micro", **prime_rl: object) -> Bund
         {
             "job.toml": f'base_model = "{base}"\n[prime_rl]\n{table}\n'.encode(),
             "environment/__init__.py": INIT.encode(),
-            "environment/taskset.py": TASKSET.format(reward=reward).encode(),
+            "environment/taskset.py": TASKSET.format(reward=reward, prompt=prompt).encode(),
         }
     )
 

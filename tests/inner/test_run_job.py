@@ -5,8 +5,10 @@ import pytest
 
 from nestling.inner.noop import noop_outcome
 from nestling.inner.run import InnerContext, run_job
+from nestling.inner.spread import with_settings
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.outcome import StepRecord
+from nestling.jobs.template import template_job
 
 from .conftest import FAMILY, SAME, SHORT, N, job
 
@@ -96,6 +98,32 @@ def test_training_past_its_deadline_is_an_outcome_and_keeps_its_steps(
     assert (outcome.status, outcome.reason) == ("timed_out", "train.timeout")
     assert 1 <= outcome.train_steps < 8
     assert outcome.final_hash is None
+
+
+@pytest.mark.parametrize("prompt", ["'7' * 130", "'seven ' * 1_000_000 + str(n)"])
+def test_prompt_that_does_not_fit_is_an_outcome(make_context: MakeContext, prompt: str) -> None:
+    large = job(prompt=prompt, seq_len=128, max_steps=1, batch_size=16)
+    outcome = run_job(large, FAMILY, make_context(), ignore)
+    assert outcome.status == "failed"
+    assert outcome.reason in ("env.prompt_too_long", "env.rows", "env.protocol")
+
+
+@pytest.mark.parametrize("reward", ["1e9", "-1e9", "1e-300", "1e9 * len(trace.last_reply) - 4e9"])
+def test_rewards_of_any_size_do_not_break_the_trainer(
+    make_context: MakeContext, reward: str
+) -> None:
+    extreme = job(f"return {reward}", max_steps=2, batch_size=16, max_tokens=16)
+    outcome = run_job(extreme, FAMILY, make_context(), ignore)
+    assert outcome.reason in ("", "env.protocol", "env.scoring")
+
+
+@pytest.mark.parametrize("family", ["ledger", "triage"])
+def test_template_of_a_family_runs_with_its_tools(make_context: MakeContext, family: str) -> None:
+    small = with_settings(
+        template_job(family), base_model="micro", max_steps=1, batch_size=16, max_tokens=16
+    )
+    outcome = run_job(small, family, make_context(n=4), ignore)
+    assert (outcome.status, outcome.reason, outcome.n) == ("succeeded", "", 4)
 
 
 def test_tampered_bundle_is_never_started(make_context: MakeContext) -> None:

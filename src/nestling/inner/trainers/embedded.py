@@ -21,8 +21,8 @@ from nestling.engine.checkpoint import Model, load_model, save_model
 from nestling.engine.learn import PolicyTrainer, TrainRow
 from nestling.families.public_package import public_files
 from nestling.inner.cpu_time import CpuMeter
+from nestling.inner.guarded_env import Deadline, GuardedEnv
 from nestling.inner.row_sampler import RowSampler
-from nestling.inner.timed_env import Deadline, TimedEnv
 from nestling.inner.train_settings import Grouping, learner_for, rate_at, sampling_for
 from nestling.inner.trainer import StepLog, TrainRequest, TrainResult
 from nestling.jobs.env_client import EnvStarter, JailedEnv, open_env
@@ -61,7 +61,10 @@ class EmbeddedTrainer:
         base = model.weights.clone()
         try:
             with closing(self._open_env(request)) as env:
-                steps = _Course(request, model, TimedEnv(env, deadline), deadline).run(log)
+                guarded = GuardedEnv(
+                    env, deadline, model.tokenizer, request.manifest.prime_rl.seq_len
+                )
+                steps = _Course(request, model, guarded, deadline).run(log)
         except JailError as error:
             raise JobFailedError(env_reason(error), error.detail) from error
         trained = model.weights if model.lora is None else model.lora.merged(model.weights)
