@@ -277,6 +277,20 @@ def test_an_old_bubblewrap_is_refused(monkeypatch, tmp_path):
     require_bubblewrap.cache_clear()
 
 
+def test_a_kernel_that_refuses_namespaces_is_named(monkeypatch, tmp_path):
+    refusing = tmp_path / "bwrap"
+    refusing.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo bubblewrap 0.9.0 && exit\n"
+        "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1\n"
+    )
+    refusing.chmod(0o755)
+    require_bubblewrap.cache_clear()
+    monkeypatch.setattr(shutil, "which", lambda *a, **k: str(refusing))
+    with pytest.raises(ConfigError, match="uid map: Permission denied"):
+        Jail()
+    require_bubblewrap.cache_clear()
+
+
 def test_a_jail_that_cannot_start_is_an_error_with_its_words(jail, tmp_path, limits):
     with pytest.raises(JailError, match=r"jail\.start") as caught:
         open_env({}, {}, limits, jail=jail, starter=_Broken(jail))

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, Protocol, TypeVar
 from nestling.core.clock import Clock, SystemClock
 from nestling.core.errors import ConfigError, JailError
 from nestling.jobs import env_protocol as wire
-from nestling.jobs.jail import Jail, JailedProcess, JailLimits
+from nestling.jobs.jail import Jail, JailedProcess, JailLimits, wait_readable
 from nestling.jobs.jail_runtime import JAIL_JOB_DIR
 from nestling.jobs.rollout_env import (
     CallRequest,
@@ -359,7 +359,7 @@ class JailedEnv:
     def _drain_to_end(self) -> str:
         with contextlib.suppress(OSError):
             for _ in range(64):
-                if self._log_fd < 0 or not select.select([self._log_fd], [], [], 0)[0]:
+                if self._log_fd < 0 or not wait_readable(self._log_fd, 0):
                     break
                 chunk = os.read(self._log_fd, _READ_BYTES)
                 if not chunk:

@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import json
 import os
-import select
 import socket
 import subprocess
 import tempfile
@@ -25,7 +24,7 @@ from types import TracebackType
 from typing import Final
 
 from nestling.core.errors import ConfigError, JailError
-from nestling.jobs.jail import WORKER_ENVIRONMENT, Jail, JailedProcess, JailLimits
+from nestling.jobs.jail import WORKER_ENVIRONMENT, Jail, JailedProcess, JailLimits, wait_readable
 from nestling.jobs.jail_runtime import python_runtime
 
 __all__ = ["Zygote"]
@@ -100,7 +99,7 @@ class Zygote:
             finally:
                 os.close(ready_write)
             try:
-                if not (select.select([ready], [], [], _FORK_TIMEOUT_S)[0] and ready.read(1)):
+                if not (wait_readable(ready.fileno(), _FORK_TIMEOUT_S) and ready.read(1)):
                     raise JailError("jail.start", "the jail ended before it was ready")  # noqa: TRY301
                 with self._lock:
                     self._fork_into(jailed, limits, (request_fd, reply_fd, log_fd))
@@ -149,7 +148,7 @@ class Zygote:
 
     def _answer(self) -> str:
         timeout_s = _FORK_TIMEOUT_S if self._warm else _IMPORT_TIMEOUT_S
-        if not select.select([self._control], [], [], timeout_s)[0]:
+        if not wait_readable(self._control.fileno(), timeout_s):
             return f"no answer within {timeout_s:g} s"
         answer = self._control.recv(_MAX_MESSAGE_BYTES).decode()
         self._warm = True

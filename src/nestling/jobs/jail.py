@@ -3,8 +3,10 @@
 bubblewrap gives it empty namespaces (network, processes, ipc, mounts, and users unless we are
 root) and a read-only minimal system; the program's first lines, ours, set limits and drop what is
 left of privileges. Started by root, the program becomes a user that owns nothing; started by
-anybody else, it stays that user inside a user namespace. See `docs/security.md` for what is and
-what is not defended.
+anybody else, it stays that user inside a user namespace.
+
+Not defended: bugs of the kernel, timing and cache channels, and, where there is no writable
+cgroup v2, the memory of many processes together (each is limited, and so is their number).
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ from nestling.jobs.jail_confine import Confinement
 from nestling.jobs.jail_runtime import JAIL_JOB_DIR, python_runtime
 from nestling.jobs.jail_seccomp import seccomp_program
 
-__all__ = ["WORKER_ENVIRONMENT", "Jail", "JailLimits", "JailedProcess", "require_bubblewrap"]
+__all__ = [
+    "WORKER_ENVIRONMENT",
+    "Jail",
+    "JailLimits",
+    "JailedProcess",
+    "require_bubblewrap",
+    "wait_readable",
+]
 
 _MINIMUM_VERSION: Final = (0, 8)
 """First with `--size`, which caps the private /tmp."""
@@ -108,7 +117,7 @@ class JailedProcess:
                 signal.pidfd_send_signal(self.init_fd, signal.SIGKILL)
             # readable once the first process has exited, which the kernel delays until every
             # other process of its pid namespace has been reaped
-            select.select([self.init_fd], [], [], _KILL_TIMEOUT_S)
+            wait_readable(self.init_fd, _KILL_TIMEOUT_S)
             os.close(self.init_fd)
         else:  # no jail: the process group is all there is to hold
             with contextlib.suppress(ProcessLookupError):
@@ -242,14 +251,11 @@ class Jail:
         )
 
     def _options(self, job_dir: Path, limits: JailLimits) -> list[str]:
-        options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-        options += ["--unshare-cgroup-try", "--hostname", "jail"]
+        options = [*_namespace_options(), "--hostname", "jail"]
         options += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
         if os.geteuid() == 0:
             for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
                 options += ["--cap-add", capability]  # `confine` needs them and gives them up
-        else:
-            options.append("--unshare-user")
         options.append("--clearenv")
         for name, value in WORKER_ENVIRONMENT.items():
             options += ["--setenv", name, value]
@@ -298,15 +304,41 @@ def require_bubblewrap() -> str:
             f"bubblewrap {said.strip() or 'unknown'} at {path}; expected 0.8 or newer, which can "
             "cap the private /tmp; fix: install a newer one"
         )
+    trial = subprocess.run(  # noqa: S603
+        [path, *_namespace_options(), "--ro-bind", "/", "/", "--proc", "/proc", "/bin/true"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=10,
+    )
+    if trial.returncode != 0:
+        raise ConfigError(
+            f"bubblewrap cannot make namespaces here: {trial.stderr.strip()}; expected a kernel "
+            "that lets this user do so; fix: sysctl kernel.unprivileged_userns_clone=1 or "
+            "kernel.apparmor_restrict_unprivileged_userns=0 on the host, or a container with "
+            "CAP_SYS_ADMIN; --unsafe-no-jail runs jobs you trust without a jail"
+        )
     return path
+
+
+def wait_readable(fd: int, timeout_s: float) -> bool:
+    """Whether `fd` has something to read, or is at its end, within the time."""
+    poll = select.poll()  # unlike select, takes descriptors of any number
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+def _namespace_options() -> list[str]:
+    options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    options.append("--unshare-cgroup-try")
+    return options if os.geteuid() == 0 else [*options, "--unshare-user"]
 
 
 def _read_child_pid(info_fd: int) -> int:
     """Wait for bubblewrap's report of the namespace's first process."""
     received = b""
     while not received.rstrip().endswith(b"}"):
-        ready, _, _ = select.select([info_fd], [], [], _START_TIMEOUT_S)
-        chunk = os.read(info_fd, 4096) if ready else b""
+        chunk = os.read(info_fd, 4096) if wait_readable(info_fd, _START_TIMEOUT_S) else b""
         if not chunk:
             raise ValueError("no report within the time limit, its message is in the log")
         received += chunk
