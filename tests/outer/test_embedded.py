@@ -73,13 +73,40 @@ async def test_requests_that_wait_are_decoded_together(embedded):
     sizes = []
     decode = handle.sample
 
-    def watch(requests, **more):
+    def watch(requests, *more, **named):
         sizes.append(len(requests))
-        return decode(requests, **more)
+        return decode(requests, *more, **named)
 
     handle.sample = watch
     await sessions(learner, handle, [f"s{i}" for i in range(8)])
     assert sizes == [8] * 4
+
+
+async def test_long_turns_come_in_pieces_and_delay_nobody(embedded):
+    learner = embedded(window_s=0.0)
+    handle = await learner.publish()
+    done = []
+
+    async def ask(name, max_tokens):
+        answer = await learner.sample(
+            handle, PROMPT, session=name, seed=11, max_tokens=max_tokens, temperature=0.7
+        )
+        done.append(name)
+        return answer
+
+    async with asyncio.TaskGroup() as tasks:
+        long = tasks.create_task(ask("long", 85))
+        await asyncio.sleep(0.001)
+        short = tasks.create_task(ask("short", 3))
+    assert done == ["short", "long"]
+    assert len(long.result().ids) == 85
+    assert long.result().ids[:3] == short.result().ids
+    whole = embedded(folder="whole", lockstep=True)
+    alone = await whole.sample(
+        await whole.publish(), PROMPT, session="x", seed=11, max_tokens=85, temperature=0.7
+    )
+    assert alone.ids == long.result().ids
+    assert alone.logprobs == pytest.approx(long.result().logprobs, abs=1e-4)
 
 
 async def test_changed_history_is_prefilled_again(embedded):
@@ -108,12 +135,20 @@ async def test_cancelled_request_harms_nobody(embedded):
     assert kept.result()[0] == expected[0]
 
 
-async def test_too_long_prompt_is_refused(embedded):
+@pytest.mark.parametrize(
+    ("ids", "max_tokens", "message"),
+    [([1] * 96, 4, "max_total_tokens"), ([], 4, "0 tokens"), ([1], 0, "max_tokens=0")],
+)
+async def test_wrong_request_fails_alone(embedded, ids, max_tokens, message):
     learner = embedded()
-    with pytest.raises(LearnerError, match="max_total_tokens"):
-        await learner.sample(
-            await learner.publish(), [1] * 96, session="s", seed=0, max_tokens=4, temperature=1.0
-        )
+    handle = await learner.publish()
+    async with asyncio.TaskGroup() as tasks:
+        good = tasks.create_task(session(learner, handle, "good"))
+        with pytest.raises(LearnerError, match=message):
+            await learner.sample(
+                handle, ids, session="bad", seed=0, max_tokens=max_tokens, temperature=0.7
+            )
+    assert good.result()
 
 
 async def row(learner, advantage=1.0):

@@ -3,8 +3,8 @@
 Pace. At most groups_per_step * (max_staleness + 1) groups are admitted and not yet trained. A step
 takes the first groups_per_step groups that are finished, oldest weights first; a slow group keeps
 its place but nobody waits for it unless max_staleness is 0. It may so become staler than the
-bound: then it is clipped or dropped, as configured, and counted. No finished episode is discarded
-because of its age otherwise.
+bound: then it is clipped or, if configured, dropped, and counted either way. Nothing else that
+finished is discarded.
 
 A step is: one update over its rows (none when no group has anything to teach; the step is then
 recorded as skipped), save, commit, publish. A crash at any point resumes at the last committed step

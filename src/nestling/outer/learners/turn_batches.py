@@ -1,7 +1,8 @@
 """Turns of many concurrent sessions become batches on one worker thread.
 
 Requests that arrive while the thread is busy, or within a short window of each other, are decoded
-together. A session keeps its cache between turns: a prompt that extends what its slot already holds
+together, a few tokens at a time: whoever is done is answered, whoever came meanwhile joins, so that one
+turn without end delays nobody. A session keeps its cache between turns: a prompt that extends what its slot already holds
 feeds only the new tokens. Slots are shared by recency; a session that lost its slot is prefilled
 again. Tokens depend on ids and seed, not on neighbours or arrival; in the last bits of log-
 probabilities the shape of a batch may show. `lockstep` removes that too: every turn alone, from an
@@ -15,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from nestling.core.errors import LearnerError, NestlingError
 from nestling.engine.decoder import row_uniforms
@@ -66,22 +67,23 @@ class PublishedPolicy:
         """Sessions that can be decoded together."""
         return self._num_slots
 
-    def sample(self, requests: Sequence[TurnRequest], *, keep_cache: bool = True) -> list[Sampled]:
-        """One turn per request; they differ in session and agree in temperature and `max_tokens`.
+    @property
+    def max_len(self) -> int:
+        """Tokens a session may have."""
+        return self._max_len
 
-        Blocks. Raises `LearnerError` when a prompt does not fit.
+    def sample(
+        self, requests: Sequence[TurnRequest], num_tokens: int, *, keep_cache: bool = True
+    ) -> list[Sampled]:
+        """Up to `num_tokens` of each turn; requests differ in session and agree in temperature.
+
+        Blocks. Every prompt must be shorter than `max_len`.
         """
         if self._sampler is None:
             self._sampler = _SeededTurnSampler(self._model, self._num_slots, self._max_len)
-        for request in requests:
-            if not 0 < len(request.ids) < self._max_len:
-                raise LearnerError(
-                    f"a prompt of {len(request.ids)} tokens; expected 1 to {self._max_len - 1}; "
-                    f"raise max_total_tokens or end the episode earlier"
-                )
         params = SamplingParams(
             temperature=requests[0].temperature,
-            max_turn_tokens=requests[0].max_tokens,
+            max_turn_tokens=num_tokens,
             max_total_tokens=self._max_len,
         )
         slots = self._ready_slots(self._sampler, requests)
@@ -138,11 +140,41 @@ class _SeededTurnSampler(TurnSampler):
         self._session(slot).uniforms = row_uniforms(seed, self._max_len + 1)
 
 
+_CHUNK_TOKENS = 32
+"""Tokens decoded before others may join: about one turn of the embedded agent."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Waiting:
     policy: PublishedPolicy
     request: TurnRequest
     answer: asyncio.Future[Sampled]
+    ids: list[int] = field(default_factory=list)
+    """Sampled so far."""
+    logprobs: list[float] = field(default_factory=list)
+
+    def rest(self) -> TurnRequest:
+        """What is still to be sampled; random numbers go by position, so the seed stays."""
+        request = self.request
+        return replace(
+            request,
+            ids=(*request.ids, *self.ids),
+            max_tokens=request.max_tokens - len(self.ids),
+        )
+
+    def add(self, part: Sampled) -> bool:
+        """Take in the next tokens; whether the turn is over, and then the answer is given."""
+        self.ids += part.ids
+        self.logprobs += part.logprobs
+        length = len(self.request.ids) + len(self.ids)
+        is_full = len(self.ids) >= self.request.max_tokens or length >= self.policy.max_len
+        if not part.stopped and not is_full:
+            return False
+        if not self.answer.done():
+            self.answer.set_result(
+                Sampled(ids=self.ids, logprobs=self.logprobs, stopped=part.stopped)
+            )
+        return True
 
 
 class TurnBatcher:
@@ -160,6 +192,7 @@ class TurnBatcher:
 
     async def sample(self, policy: PublishedPolicy, request: TurnRequest) -> Sampled:
         """One turn; raises `LearnerError`."""
+        _check(policy, request)  # here, so that a wrong request fails alone
         loop = asyncio.get_running_loop()
         waiting = _Waiting(policy=policy, request=request, answer=loop.create_future())
         self._waiting.append(waiting)
@@ -170,18 +203,21 @@ class TurnBatcher:
         if self._is_busy or not self._waiting:
             return
         self._is_busy = True
-        loop.call_later(0.0 if self._lockstep else self._window_s, self._dispatch, loop)
+        is_under_way = self._lockstep or any(one.ids for one in self._waiting)
+        loop.call_later(0.0 if is_under_way else self._window_s, self._dispatch, loop)
 
     def _dispatch(self, loop: asyncio.AbstractEventLoop) -> None:
         batch = self._choose()
         if not batch:
             self._is_busy = False
             return
+        rests = [one.rest() for one in batch]
+        num_tokens = min(rest.max_tokens for rest in rests)
+        if not self._lockstep:
+            num_tokens = min(num_tokens, _CHUNK_TOKENS)
         try:
             running = self._executor.submit(
-                batch[0].policy.sample,
-                [one.request for one in batch],
-                keep_cache=not self._lockstep,
+                batch[0].policy.sample, rests, num_tokens, keep_cache=not self._lockstep
             )
         except RuntimeError as error:  # the executor was shut down
             for one in batch:
@@ -217,12 +253,14 @@ class TurnBatcher:
     ) -> None:
         self._is_busy = False
         error = done.exception()
-        for place, one in enumerate(batch):
-            if one.answer.done():
+        if error is None:
+            parts = zip(batch, done.result(), strict=True)
+            unfinished = [one for one, part in parts if not one.add(part)]
+            self._waiting = unfinished + self._waiting
+        for one in batch:
+            if error is None or one.answer.done():
                 continue
-            if error is None:
-                one.answer.set_result(done.result()[place])
-            elif isinstance(error, NestlingError | RuntimeError | MemoryError):
+            if isinstance(error, NestlingError | RuntimeError | MemoryError):
                 # One exception object must not be raised by several tasks.
                 one.answer.set_exception(LearnerError(f"sampling failed: {error}"))
             else:
@@ -230,9 +268,18 @@ class TurnBatcher:
         self._schedule(loop)
 
 
+def _check(policy: PublishedPolicy, request: TurnRequest) -> None:
+    if not 0 < len(request.ids) < policy.max_len:
+        raise LearnerError(
+            f"a prompt of {len(request.ids)} tokens; expected 1 to {policy.max_len - 1}; "
+            f"raise max_total_tokens or end the episode earlier"
+        )
+    if request.max_tokens < 1 or not 0 <= request.temperature <= 100:
+        raise LearnerError(
+            f"max_tokens={request.max_tokens} and temperature={request.temperature}; "
+            f"expected at least 1 and 0 to 100"
+        )
+
+
 def _fit_together(first: _Waiting, other: _Waiting) -> bool:
-    return (
-        first.policy is other.policy
-        and first.request.temperature == other.request.temperature
-        and first.request.max_tokens == other.request.max_tokens
-    )
+    return first.policy is other.policy and first.request.temperature == other.request.temperature
