@@ -187,6 +187,15 @@ BROKEN = [
         ),
     ),
     BrokenJob(
+        name="large row",
+        code="rows.too_large",
+        line="[rows] row 0 is 40899 characters of JSON; expected at most 32000; fix: store less in Data",
+        edits=taskset(
+            YIELD,
+            'yield Task(sample(rng, LO, HI).model_copy(update={"name": "x" * 40000}), self.config.task)',
+        ),
+    ),
+    BrokenJob(
         name="labels",
         code="rows.wrong_answer",
         line="[rows] row 0 says answer 77, its tools lead to 42; expected the true answer; fix: keep the answer of sample()",

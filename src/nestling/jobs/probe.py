@@ -53,6 +53,9 @@ __all__ = [
 MIN_ROWS: Final = 16
 MAX_ROWS: Final = 4096
 MAX_PROMPT_CHARS: Final = 8000
+MAX_ROW_CHARS: Final = 32_000
+MAX_DATA_CHARS: Final = 16_000_000
+"""Of all rows as JSON; bounds the time of the leak scan."""
 
 _MIN_DISTINCT: Final = 8
 _MAX_PROBLEMS: Final = 5
@@ -294,7 +297,10 @@ class _Probe:
         )
 
     def _check_budget(self) -> list[Problem]:
+        """Small jobs only: what a large one costs depends on the rented machine."""
         assert self._workload is not None
+        if self._options.bounds.scale != "small":
+            return []
         caps = self._options.caps
         self._predicted = predict(
             self._known_manifest(),
@@ -317,6 +323,13 @@ def _prompt_problems(rows: Sequence[Row]) -> list[Problem]:
         except (ValueError, RecursionError):
             wrong = f"row {row.index} is not JSON"
             return [_rows("not_json", wrong, "plain values in Data", "use text, numbers, lists")]
+        if len(row.data_json) > MAX_ROW_CHARS:
+            wrong = f"row {row.index} is {len(row.data_json)} characters of JSON"
+            return [_rows("too_large", wrong, f"at most {MAX_ROW_CHARS}", "store less in Data")]
+    total = sum(len(row.data_json) for row in rows)
+    if total > MAX_DATA_CHARS:
+        wrong, expected = f"all rows are {total} characters", f"at most {MAX_DATA_CHARS}"
+        return [_rows("too_large", wrong, expected, "yield fewer or smaller rows")]
     distinct = len({row.prompt for row in rows})
     if distinct < _MIN_DISTINCT:
         wrong = f"only {distinct} of {len(rows)} prompts differ"
