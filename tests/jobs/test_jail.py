@@ -95,6 +95,7 @@ def look(SECRETS_IN):
     seen["limits"] = {n: resource.getrlimit(getattr(resource, n)) for n in ("RLIMIT_CORE", "RLIMIT_NPROC", "RLIMIT_AS", "RLIMIT_NOFILE", "RLIMIT_FSIZE", "RLIMIT_CPU")}
     seen["session"] = attempt(open, "/dev/tty")
     seen["nestling"] = sorted(os.path.join(d, f) for base in ["/nestling", *sys.path] for d, _, fs in os.walk(os.path.join(base, "nestling")) for f in fs if not f.endswith(".pyc"))
+    seen["oom"] = open("/proc/self/oom_score_adj").read().strip()
     seen["tmp"] = attempt(open, "/tmp/x", "w")
     return seen
 """
@@ -232,6 +233,7 @@ def test_own_world(seen):
     assert seen["hostname"] == "jail"
     assert seen["home"] == "/tmp"
     assert "NESTLING_TEST_SECRET" not in seen["environ"]
+    assert seen["oom"] == "1000"
     assert seen["limits"]["RLIMIT_CORE"] == [0, 0]
     assert seen["limits"]["RLIMIT_NPROC"] == [12, 12]
     assert seen["limits"]["RLIMIT_NOFILE"] == [64, 64]

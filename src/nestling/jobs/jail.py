@@ -81,7 +81,7 @@ class JailLimits:
     """Processor seconds of each process."""
     memory_bytes: int = 1024 * 1024 * 1024
     """Address space of each process; with a cgroup also the sum over all."""
-    processes: int = 16
+    processes: int = 8
     """Processes and threads."""
     file_bytes: int = 16 * 1024 * 1024
     """Largest file."""

@@ -7,6 +7,7 @@ namespaces and loaded the filter), the zygote's child calls `enter_namespaces`, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -94,6 +95,8 @@ def confine(confinement: Confinement, *, drop: bool = True) -> None:
         if hard != resource.RLIM_INFINITY:
             value = min(value, hard)
         resource.setrlimit(kind, (value, value))
+    with contextlib.suppress(OSError):  # when memory runs out, this tree goes first
+        Path("/proc/self/oom_score_adj").write_text("1000")
     if not drop:
         return
     set_process_option("no_new_privileges", 1)
