@@ -105,10 +105,11 @@ async def test_nothing_a_worker_started_outlives_it(fleet, until, tmp_path: Path
     started = tmp_path / "started"
     async with fleet() as room:
         payload = {"started": str(started), "seconds": 60}
-        record = await room.do("leave_children", payload, deadline_s=3.0, max_tries=1)
-        assert record.reason == "timed_out"
+        waiting = asyncio.ensure_future(room.do("leave_children", payload, max_tries=1))
+        await until(lambda: started.exists() and len(started.read_text().split()) == 3)
+        os.kill(int(started.read_text().split()[0]), signal.SIGKILL)
+        assert (await waiting).reason == "lost"
         pids = [int(pid) for pid in started.read_text().split()]
-        assert len(pids) == 3
         await until(lambda: all(start_ticks(pid) is None for pid in pids))
 
 
