@@ -1,0 +1,188 @@
+"""What the agent chooses: base model, configuration keys, how different its jobs are."""
+
+from __future__ import annotations
+
+from matplotlib.colors import LinearSegmentedColormap
+
+from nestling.report.figures.drawing import (
+    GREY,
+    HEIGHT_IN,
+    SERIES,
+    Drawing,
+    Series,
+    band,
+    curve,
+    drawing,
+    panels,
+    steps_axis,
+)
+from nestling.report.figures.training import step_numbers
+from nestling.report.run_data import RunData
+from nestling.report.table import Cell, Table, estimate_cells, estimate_columns
+
+__all__ = ["base_models", "config_keys", "config_use", "exploration"]
+
+_SHADES = LinearSegmentedColormap.from_list(
+    "use", [(*_c, 1.0) for _c in ((0.94, 0.95, 0.97), (0.35, 0.62, 0.82), (0.0, 0.27, 0.47))]
+)
+"""Light to dark: from no job to every job."""
+
+
+def base_models(data: RunData) -> Drawing:
+    """Share of each base model, and of the better one where one is better."""
+    steps = step_numbers(data)
+    summaries = [row.report.summary for row in data.steps]
+    names = sorted({name for one in summaries if one for name in one.base_model_share})
+    shares = [
+        [
+            one.base_model_share.get(name, 0.0) if one and one.base_model_share else None
+            for name in names
+        ]
+        for one in summaries
+    ]
+    with panels() as (canvas, [axes]):
+        for index, name in enumerate(names):
+            values = [share[index] for share in shares]
+            curve(axes, steps, values, name, SERIES[1 + index % (len(SERIES) - 1)])
+        band(axes, steps, [row.better_base for row in data.steps], "the better base", SERIES[0])
+        axes.set_ylabel("share of accepted jobs")
+        axes.set_ylim(-0.03, 1.03)
+        steps_axis(axes, steps)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="best")
+        rows: list[tuple[Cell, ...]] = [
+            (row.step, *share, *estimate_cells(row.better_base))
+            for row, share in zip(data.steps, shares, strict=True)
+        ]
+        better = ", ".join(f"{family}: {base}" for family, base in sorted(data.better_base.items()))
+        return drawing(
+            canvas,
+            "base_models",
+            "Base model chosen",
+            "Share of accepted jobs per base model"
+            + (
+                f", and share on the better base of their family ({better}) with a 95 % interval."
+                if better
+                else "; which base is better is not known yet."
+            ),
+            Table(columns=("step", *names, *estimate_columns("better_base")), rows=rows),
+        )
+
+
+def config_use(data: RunData) -> Drawing:
+    """Use of the configuration surface overall."""
+    steps = step_numbers(data)
+    summaries = [row.report.summary for row in data.steps]
+    use = [one.config_use if one else None for one in summaries]
+    keys = [one.config_keys_mean if one else None for one in summaries]
+    with panels(right_in=0.6) as (canvas, [axes]):
+        curve(axes, steps, use, "jobs that set any key", SERIES[0])
+        axes.set_ylabel("share of accepted jobs")
+        axes.set_ylim(-0.03, 1.03)
+        steps_axis(axes, steps)
+        second = axes.twinx()
+        second.grid(visible=False)
+        second.spines["right"].set_visible(True)
+        curve(second, steps, keys, "keys per job (right)", SERIES[1])
+        second.set_ylabel("keys per accepted job")
+        second.set_ylim(bottom=0)
+        handles = [*axes.get_lines(), *second.get_lines()]
+        if handles:
+            axes.legend(handles=handles, loc="best")
+        rows: list[tuple[Cell, ...]] = [
+            (row.step, a, b, row.num_valid) for row, a, b in zip(data.steps, use, keys, strict=True)
+        ]
+        return drawing(
+            canvas,
+            "config_use",
+            "Use of the [prime_rl] table",
+            "Share of accepted jobs whose job.toml sets at least one [prime_rl] key itself, and "
+            "keys set per accepted job.",
+            Table(columns=("step", "config_use", "keys_per_job", "n"), rows=rows),
+        )
+
+
+def config_keys(data: RunData) -> Drawing:
+    """Use of each key as a map: keys down, steps across."""
+    steps = step_numbers(data)
+    uses = [one.config_key_use if (one := row.report.summary) else {} for row in data.steps]
+    totals: dict[str, float] = {}
+    for use in uses:
+        for key, share in use.items():
+            totals[key] = totals.get(key, 0.0) + share
+    names = sorted(totals, key=lambda key: (totals[key], key))
+    cells = [[use.get(name, 0.0) for use in uses] for name in names]
+    edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
+    left_in = 0.3 + 0.08 * max(len(name) for name in names)
+    height_in = max(HEIGHT_IN, 0.9 + 0.2 * len(names))
+    with panels(height_in=height_in, left_in=left_in) as (canvas, [axes]):
+        mesh = axes.pcolormesh(
+            edges,
+            [index - 0.5 for index in range(len(names) + 1)],
+            cells,
+            cmap=_SHADES,
+            vmin=0.0,
+            vmax=1.0,
+            edgecolors="face",
+            linewidth=0.2,
+        )
+        axes.grid(visible=False)
+        axes.set_yticks(range(len(names)), names)
+        steps_axis(axes, steps)
+        axes.set_xlim(edges[0], edges[-1])
+        # Drawn as cells, not as an image, so that the figure stays text.
+        bar = canvas.colorbar(mesh, ax=axes, label="share of accepted jobs", ticks=[0, 0.5, 1])
+        if bar.solids is not None:
+            bar.solids.set(rasterized=False, edgecolor="face")
+        rows: list[tuple[Cell, ...]] = [
+            (row.step, *(use.get(name, 0.0) for name in names), row.num_valid)
+            for row, use in zip(data.steps, uses, strict=True)
+        ]
+        return drawing(
+            canvas,
+            "config_keys",
+            "Which [prime_rl] keys the jobs set",
+            "Share of accepted jobs that set the key, most used on top.",
+            Table(columns=("step", *names, "n"), rows=rows),
+        )
+
+
+def exploration(data: RunData) -> Drawing:
+    """Best of a group beside its mean, and how many jobs differ."""
+    steps = step_numbers(data)
+    means = [one.reward.mean if (one := row.report.summary) else None for row in data.steps]
+    sizes = [row.group_size for row in data.steps if row.group_size is not None]
+    size = f"{sum(sizes) / len(sizes):.3g}" if sizes else "k"
+    with panels() as (canvas, [axes]):
+        curve(axes, steps, means, "mean reward", SERIES[0])
+        best = [row.best_of_group for row in data.steps]
+        curve(axes, steps, best, f"best of {size}", SERIES[1])
+        distinct = [row.distinct_share for row in data.steps]
+        curve(axes, steps, distinct, "distinct job settings", Series(GREY, ":", "D"))
+        axes.set_ylabel("reward, or share")
+        steps_axis(axes, steps)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="best")
+        rows: list[tuple[Cell, ...]] = [
+            (row.step, mean, row.best_of_group, row.group_size, row.distinct_share, row.num_valid)
+            for row, mean in zip(data.steps, means, strict=True)
+        ]
+        return drawing(
+            canvas,
+            "exploration",
+            "Best of a group, and diversity",
+            "Mean over groups of the best reward in the group: what choosing the best of "
+            "that many tries would give. Distinct settings: different job.toml choices per "
+            "accepted job; 1 means no two alike.",
+            Table(
+                columns=(
+                    "step",
+                    "reward_mean",
+                    "best_of_group",
+                    "group_size",
+                    "distinct_share",
+                    "accepted_jobs",
+                ),
+                rows=rows,
+            ),
+        )

@@ -1,0 +1,104 @@
+"""Read a run folder into plain values; nothing is written, a running run may be read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from nestling.agent.reward import RewardKind, RewardWeights
+from nestling.core.errors import StoreError
+from nestling.core.rundir import RunDir
+from nestling.outer.store_log import step_reports, sweeps
+from nestling.report.bases import best_untrained, better_bases
+from nestling.report.episode_rows import episode_rows
+from nestling.report.headline import headline
+from nestling.report.job_rows import job_rows
+from nestling.report.reference_rows import reference_rows
+from nestling.report.run_data import EpisodeRow, JobRow, MachineCost, RunData
+from nestling.report.run_info import recorded_weights, run_info
+from nestling.report.step_rows import step_rows
+from nestling.store import RunStore
+
+__all__ = ["gather"]
+
+
+def gather(run_folder: Path) -> RunData:
+    """Everything a report shows of a run, however far it came.
+
+    Raises `StoreError` when the folder holds no run, or a damaged one.
+    """
+    folder = RunDir(run_folder)
+    with RunStore.open_reader(folder.database) as store:
+        try:
+            return _gather(folder, store)
+        except (ValidationError, KeyError, TypeError, ValueError) as error:
+            raise StoreError(
+                f"{folder.database} holds a record this version cannot read: {error}; expected "
+                f"what nestling writes; use the version that wrote it or restore a backup"
+            ) from error
+
+
+def _gather(folder: RunDir, store: RunStore) -> RunData:
+    info = run_info(folder, store)
+    recorded = recorded_weights(info.config)
+    weights = recorded or RewardWeights()
+    episodes = episode_rows(store)
+    training = tuple(
+        dict.fromkeys(group.family for group in store.progress.groups(purpose="train"))
+    )
+    best_pre = best_untrained(store, episodes)
+    better_base = better_bases(store, episodes)
+    reward_kind = _reward_kind(episodes)
+    references = reference_rows(episodes, training)
+    steps = step_rows(
+        step_reports(store),
+        episodes,
+        references=references,
+        better_base=better_base,
+        best_pre=best_pre,
+        no_op=(reward_kind, weights),
+    )
+    found_sweeps = sweeps(store)
+    jobs = job_rows(store, episodes)
+    costs = tuple(
+        MachineCost(machine=machine, usd=microusd / 1e6, minutes=seconds / 60)
+        for machine, (microusd, seconds) in sorted(store.money.spent_by("machine").items())
+    )
+    total = store.money.total()
+    return RunData(
+        info=info,
+        weights=weights,
+        weights_known=recorded is not None,
+        reward_kind=reward_kind,
+        training_families=training,
+        better_base=better_base,
+        best_pre=best_pre,
+        steps=steps,
+        references=references,
+        sweeps=found_sweeps,
+        jobs=jobs,
+        episodes=episodes,
+        running_episodes=len(store.episodes.all(state="running")),
+        failed_episodes=len(store.episodes.all(state="failed")),
+        costs=costs,
+        usd=total.spent_microusd / 1e6 if costs else _usd_of_outcomes(jobs),
+        usd_reserved=total.reserved_microusd / 1e6,
+        headline=headline(
+            steps,
+            episodes,
+            training=training,
+            references=references,
+            sweeps=found_sweeps,
+            no_op=(reward_kind, weights, best_pre),
+        ),
+    )
+
+
+def _reward_kind(episodes: Sequence[EpisodeRow]) -> RewardKind:
+    return episodes[-1].reward_kind if episodes else "seed"
+
+
+def _usd_of_outcomes(jobs: Sequence[JobRow]) -> float | None:
+    return sum(job.usd for job in jobs) if jobs else None

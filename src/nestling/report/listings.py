@@ -1,0 +1,96 @@
+"""The long lists of a report as tables: steps, episodes, jobs."""
+
+from __future__ import annotations
+
+from nestling.report.run_data import RunData
+from nestling.report.table import Cell, Table, estimate_cells, estimate_columns
+
+__all__ = ["episode_table", "job_table", "step_listing"]
+
+
+def step_listing(data: RunData) -> Table:
+    """Everything about each step, one row a step."""
+    rows: list[tuple[Cell, ...]] = []
+    for row in data.steps:
+        summary = row.report.summary
+        rows.append(
+            (
+                row.step,
+                row.report.version,
+                row.report.skipped,
+                row.report.episodes,
+                row.report.dead_episodes,
+                row.num_groups,
+                *estimate_cells(summary.reward if summary else None),
+                *estimate_cells(row.validation),
+                *estimate_cells(row.quality),
+                *estimate_cells(row.speed),
+                *estimate_cells(row.first_try),
+                *estimate_cells(row.validity),
+                *estimate_cells(row.job_success),
+                *estimate_cells(summary.uplift if summary else None),
+                *estimate_cells(row.post),
+                *estimate_cells(row.best_pre),
+                *estimate_cells(row.better_base),
+                summary.config_use if summary else None,
+                row.attempts,
+                row.best_of_group,
+                row.distinct_share,
+                row.no_op_formula,
+                row.report.agent_tokens,
+                row.report.step_s,
+            )
+        )
+    names = (
+        *("reward", "validation", "quality", "speed", "first_try", "validity", "job_success"),
+        *("uplift", "post", "best_pre", "better_base"),
+    )
+    estimates = [column for name in names for column in estimate_columns(name)]
+    return Table(
+        columns=(
+            *("step", "version", "skipped", "episodes", "dead_episodes", "groups"),
+            *estimates,
+            *("config_use", "attempts", "best_of_group", "distinct_share", "no_op_formula"),
+            *("agent_tokens", "step_s"),
+        ),
+        rows=rows,
+    )
+
+
+def episode_table(data: RunData) -> Table:
+    """Every finished episode."""
+    columns = (
+        *("episode", "purpose", "arm", "step", "version", "family", "outcome", "reason"),
+        *("reward", "validation", "quality", "speed", "attempts", "valid_attempt", "base_model"),
+        *("settings", "pre", "best_pre", "post", "uplift", "uplift_lo", "uplift_hi", "items"),
+        *("job_hash", "sampled_tokens", "seconds"),
+    )
+    rows: list[tuple[Cell, ...]] = [
+        (
+            *(one.id, one.purpose, one.arm, one.step, one.version, one.family, one.outcome_code),
+            *(one.detail, one.reward, one.validation, one.quality, one.speed, one.num_attempts),
+            *(one.valid_attempt, one.base_model, one.settings, one.pre, one.best_pre, one.post),
+            *(one.uplift, *(one.uplift_ci or (None, None)), one.num_items, one.job_hash),
+            *(one.sampled_tokens, one.seconds),
+        )
+        for one in data.episodes
+    ]
+    return Table(columns=columns, rows=rows)
+
+
+def job_table(data: RunData) -> Table:
+    """Every job."""
+    columns = (
+        *("job", "family", "state", "base_model", "reason", "pre", "best_pre", "post", "uplift"),
+        *("uplift_lo", "uplift_hi", "items", "train_steps", "cpu_s", "wall_s", "usd", "worker"),
+        "tries",
+    )
+    rows: list[tuple[Cell, ...]] = [
+        (
+            *(one.id, one.family, one.state, one.base_model, one.reason, one.pre, one.best_pre),
+            *(one.post, one.uplift, *(one.uplift_ci or (None, None)), one.num_items),
+            *(one.train_steps, one.cpu_s, one.wall_s, one.usd, one.worker, one.tries),
+        )
+        for one in data.jobs
+    ]
+    return Table(columns=columns, rows=rows)

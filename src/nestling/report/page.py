@@ -1,0 +1,130 @@
+"""The report of a run: one HTML file that needs nothing beside it, and the numbers as files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from nestling import __version__
+from nestling.core.rundir import write_atomic
+from nestling.report import shown
+from nestling.report.arithmetic import formula_lines
+from nestling.report.figures import Drawing, draw_all
+from nestling.report.figures.inner_curve import inner_curve
+from nestling.report.gather import gather
+from nestling.report.headline import held_out_scope
+from nestling.report.listings import episode_table, job_table, step_listing
+from nestling.report.run_data import RunData
+from nestling.report.run_info import flatten
+from nestling.report.samples import EpisodeDetail, pick_episodes, read_details
+from nestling.report.summary import summarise_run
+from nestling.report.verdicts import limits, state_line, verdicts
+
+__all__ = ["MAX_LISTED", "render_page", "write_report"]
+
+MAX_LISTED = 400
+"""Rows of the job and episode lists on the page; the CSV files have all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    """One full episode on the page; `anchor` is ours, so nothing the agent wrote gets into it."""
+
+    anchor: str
+    detail: EpisodeDetail
+    curve: Drawing | None
+
+
+def write_report(run_folder: Path, out: Path | None = None) -> Path:
+    """Write the report of a run, finished or not; returns the page.
+
+    Args:
+        run_folder: holds run.db; it is only read, unless the report goes into it.
+        out: the page; its folder also gets `figures/`, the CSV files and `summary.json`. None:
+            `report/index.html` in the run folder.
+
+    Raises `StoreError` when there is no run, it is damaged, or the report cannot be written.
+    """
+    page = out or run_folder / "report" / "index.html"
+    data = gather(run_folder)
+    details = read_details(run_folder, pick_episodes(data), data.weights)
+    figures = draw_all(data)
+    folder = page.parent
+    for figure in figures:
+        _write(folder / "figures" / f"{figure.name}.svg", _standalone(figure))
+        _write(folder / "figures" / f"{figure.name}.csv", figure.table.csv())
+    _write(folder / "steps.csv", step_listing(data).csv())
+    _write(folder / "episodes.csv", episode_table(data).csv())
+    _write(folder / "jobs.csv", job_table(data).csv())
+    _write(folder / "summary.json", summarise_run(data).model_dump_json(indent=2) + "\n")
+    _write(page, render_page(data, figures, details))
+    return page
+
+
+def render_page(data: RunData, figures: Sequence[Drawing], details: Sequence[EpisodeDetail]) -> str:
+    """The page as text."""
+    environment = Environment(
+        loader=PackageLoader("nestling.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        number=shown.number,
+        percent=shown.percent,
+        estimate=shown.estimate,
+        duration=shown.duration,
+        moment=shown.moment,
+        usd=shown.usd,
+        visible=shown.visible,
+    )
+    episodes = [
+        _Shown(anchor=f"full-{index}", detail=detail, curve=_curve(detail, index))
+        for index, detail in enumerate(details, start=1)
+    ]
+    return environment.get_template("page.html").render(
+        data=data,
+        info=data.info,
+        head=data.headline,
+        figures=figures,
+        pictures={figure.name: Markup(figure.inline) for figure in figures},  # noqa: S704 (ours)
+        state=state_line(data),
+        verdicts=verdicts(data),
+        limits=limits(data),
+        formula=formula_lines(data.weights, data.reward_kind),
+        config=list(flatten(data.info.config)),
+        shown=episodes,
+        curves={
+            one.anchor: Markup(one.curve.inline)  # noqa: S704 (ours)
+            for one in episodes
+            if one.curve is not None
+        },
+        anchors={one.detail.pick.row.id: one.anchor for one in episodes},
+        scopes={
+            step: held_out_scope(sweep, data.training_families)
+            for step, sweep in data.sweeps.items()
+        },
+        max_listed=MAX_LISTED,
+        version=__version__,
+    )
+
+
+def _curve(detail: EpisodeDetail, index: int) -> Drawing | None:
+    outcome = detail.result.outcome
+    if outcome is None or not outcome.steps:
+        return None
+    return inner_curve(outcome.steps, f"curve-{index}")
+
+
+def _standalone(figure: Drawing) -> str:
+    """The picture as a file: dark ink on white, whatever program opens it."""
+    return figure.svg.replace("<svg ", '<svg style="color:#1f2328;background:#fff" ', 1)
+
+
+def _write(path: Path, text: str) -> None:
+    write_atomic(path, text.encode("utf-8", "replace"))

@@ -1,0 +1,53 @@
+"""The run in a dozen numbers for scripts: `summary.json`."""
+
+from __future__ import annotations
+
+from nestling.core.frozen import Frozen
+from nestling.report.run_data import RunData
+
+__all__ = ["Summary", "summarise_run"]
+
+
+class Summary(Frozen):
+    """Stable fields; None where the run cannot tell."""
+
+    final_reward: float | None
+    """Mean over the last steps, as many as it takes to see every training family."""
+    noop_reward: float | None
+    """Measured on the training families, else by the formula from best_pre."""
+    best_reward: float | None
+    """Best mean of any such window of steps."""
+    untrained_reward: float | None
+    """Mean over the training episodes that the untrained weights played."""
+    heldout_gain: float | None
+    """Last checkpoint minus untrained agent, paired, on the held-out families."""
+    heldout_p: float | None
+    heldout_n: int | None
+    """Pairs."""
+    steps: int
+    """Outer steps done."""
+    jobs: int
+    """Training jobs that ended, well or badly."""
+    usd: float | None
+    gpu_minutes: float | None
+    commit: str | None
+
+
+def summarise_run(data: RunData) -> Summary:
+    """The numbers of the report's headline."""
+    head = data.headline
+    gain = head.held_out_gain
+    return Summary(
+        final_reward=head.final.mean if head.final else None,
+        noop_reward=head.no_op,
+        best_reward=head.best.mean if head.best else None,
+        untrained_reward=head.untrained.mean if head.untrained else None,
+        heldout_gain=gain.mean if gain else None,
+        heldout_p=gain.p_value if gain else None,
+        heldout_n=gain.n if gain else None,
+        steps=len(data.steps),
+        jobs=sum(job.state not in ("queued", "running") for job in data.jobs),
+        usd=data.usd,
+        gpu_minutes=data.gpu_minutes,
+        commit=data.info.commit,
+    )
