@@ -2,6 +2,13 @@
 
 import asyncio
 import contextlib
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
 
 from nestling.agent.prompt import AgentPrompt
 from nestling.agent.token_policy import TokenPolicy
@@ -123,3 +130,37 @@ async def test_resumed_run_has_the_same_weights_bit_for_bit(
     assert hashes[0] == hashes[1]
     assert episodes[0] == episodes[1]
     assert len(episodes[0]) == 12
+
+
+def start(folder):
+    folder.mkdir(exist_ok=True)
+    script = Path(__file__).with_name("killed_run.py")
+    return subprocess.Popen(
+        [sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_killed_run_ends_as_if_nothing_had_happened(tmp_path):
+    with start(tmp_path / "calm") as calm:
+        *episodes, expected = calm.communicate()[0].split()
+    assert len(episodes) == 16
+    rng = random.Random(0)
+    seen = []
+    for _ in range(4):
+        with start(tmp_path / "killed") as process:
+            seen += [process.stdout.readline().strip() for _ in range(rng.randint(1, 4))]
+            time.sleep(rng.random() * 0.05)
+            process.kill()
+            seen += process.stdout.read().split()
+    with start(tmp_path / "killed") as process:
+        *rest, found = process.communicate()[0].split()
+    assert process.returncode == 0
+    assert found == expected
+    # Each episode is told of at most once, and those killed while being told are not repeated.
+    told = [line for line in seen + rest if line.startswith("train/")]
+    assert len(told) == len(set(told))
+    assert set(told) <= set(episodes)
+    with RunStore(tmp_path / "killed/run.db") as store:
+        assert len(store.episodes.all(state="finished")) == 16
