@@ -33,6 +33,8 @@ __all__ = [
 
 _COMPACT_BELOW = 0.8
 _CPU_SLOTS, _CUDA_SLOTS = 128, 1024
+_CATCH_UP_TOKENS = 32
+"""Forced tokens waiting over all rows from which one wide pass is cheaper than feeding them step by step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +219,8 @@ class _Player:
             drawn, logp = self.decoder.step(token, position, width)
             if self._advance(live, n, drawn[live], logp[live]):
                 self._settle(width)
+            if self.on_cpu:
+                self._catch_up()
 
     def _advance(
         self,
@@ -314,6 +318,32 @@ class _Player:
         self.decoder.compact((order + base).reshape(-1), slots, width)
         self.slot_row = np.take_along_axis(self.slot_row, order, 1)
 
+    def _catch_up(self) -> None:
+        """Feed waiting forced tokens in one wide pass, all but each row's last; CPU only."""
+        table = self.table
+        flat = self.slot_row.reshape(-1)
+        waiting = np.where(flat >= 0, table.known[flat] - table.length[flat], 0)
+        if waiting.clip(min=0).sum() < _CATCH_UP_TOKENS:
+            return
+        # Padding has to fit behind a row's own tokens, so rows near the end go on step by step.
+        width = int(waiting.max())
+        fits = (waiting > 1) & (table.length[flat] - 1 + width <= table.max_len)
+        chosen = [np.nonzero(fits_S)[0] for fits_S in fits.reshape(self.slot_row.shape)]
+        count = max(len(slots) for slots in chosen)
+        if count == 0:
+            return
+        ids = np.zeros((self.num_jobs, count, width), np.int64)
+        start = np.zeros((self.num_jobs, count), np.int64)
+        rows = np.full((self.num_jobs, count), self.decoder.scratch_row, np.int64)
+        for j, slots in enumerate(chosen):
+            for b, s in enumerate(slots.tolist()):
+                n = int(self.slot_row[j, s])
+                first, end = int(table.length[n]) - 1, int(table.known[n]) - 1
+                ids[j, b, : end - first] = table.ids[n, first:end]
+                start[j, b], rows[j, b] = first, j * self.slot_row.shape[1] + s
+                table.length[n] = end + 1
+        self._extend(ids, start, rows)
+
     def _refill(self) -> None:
         """Put waiting rows into free slots and fill the cache with their prompts."""
         table = self.table
@@ -345,21 +375,15 @@ class _Player:
         count = max(len(queue) for queue in queues)
         length = max(len(prompt) - 1 for queue in queues for prompt, _ in queue)
         ids = np.zeros((self.num_jobs, count, length), np.int64)
-        rows = np.zeros((self.num_jobs, count), np.int64)
+        rows = np.full((self.num_jobs, count), self.decoder.scratch_row, np.int64)
         source, target = [], []
         for j, queue in enumerate(queues):
-            for b in range(count):
-                if (
-                    not queue
-                ):  # a job without new rows lends a spare row of its own: slot content is free
-                    continue
-                prompt, flats = queue[min(b, len(queue) - 1)]
+            for b, (prompt, flats) in enumerate(queue):
                 ids[j, b, : len(prompt) - 1] = prompt[:-1]
                 rows[j, b] = flats[0]
-                if b < len(queue):
-                    source += [flats[0]] * (len(flats) - 1)
-                    target += flats[1:]
-        self._extend(queues, ids, rows)
+                source += [flats[0]] * (len(flats) - 1)
+                target += flats[1:]
+        self._extend(ids, np.zeros(rows.shape, np.int64), rows)
         if source:
             device = self.model.device
             self.decoder.cache.move(
@@ -368,20 +392,16 @@ class _Player:
 
     def _extend(
         self,
-        queues: list[list[tuple[tuple[int, ...], list[int]]]],
         ids: np.ndarray[tuple[int, int, int], np.dtype[np.int64]],
+        start: np.ndarray[tuple[int, int], np.dtype[np.int64]],
         rows: np.ndarray[tuple[int, int], np.dtype[np.int64]],
     ) -> None:
         device = self.model.device
-        idle = [j for j, queue in enumerate(queues) if not queue]
-        if idle:
-            # Jobs with nothing to prefill write into a scratch row behind all slots.
-            rows[idle] = self.decoder.scratch_row
         extend(
             self.decoder.params,
             self.model.config,
             torch.from_numpy(ids).to(device),
-            torch.zeros(rows.shape, dtype=torch.long, device=device),
+            torch.from_numpy(start).to(device),
             self.decoder.cache,
             torch.from_numpy(rows.reshape(-1)).to(device),
         )
