@@ -23,7 +23,7 @@ _METHODS: Final[Mapping[str, str]] = MappingProxyType(
         ),
         "contains": "return float(self.data.answer in trace.last_reply)",
         "busy": "return min(trace.state.calls, 10) / 10",
-        "brief": "return -0.1 * trace.state.calls",
+        "brief": "return -0.05 * trace.state.calls",
     }
 )
 
