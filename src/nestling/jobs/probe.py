@@ -251,14 +251,13 @@ class _Probe:
         return self._turn_problems()
 
     def _turn_problems(self) -> list[Problem]:
-        """Rows that cannot be solved within the job's own `max_turns` teach nothing."""
+        """When no row can be solved within the job's own `max_turns`, none teaches anything."""
         most = self._known_manifest().prime_rl.max_turns
         needed = [len(lesson.solution) + 1 for lesson in self._lessons]
-        too_long = sum(turns > most for turns in needed)
-        if too_long * 2 <= len(needed):
+        if min(needed) <= most:
             return []
         fix = f"raise max_turns to {max(needed)} or lower the difficulty"
-        wrong = f"rows need {max(needed)} turns, max_turns is {most}"
+        wrong = f"rows need {min(needed)} turns or more, max_turns is {most}"
         return [_problem("tools", "max_turns", wrong, "rows that can be solved", fix)]
 
     def _check_rubric(self, env: RolloutEnv) -> list[Problem]:

@@ -15,7 +15,7 @@ _ADVICE: Final[dict[str, tuple[str, str]]] = {
     "env.rows": ("load() to yield Task(row, self.config.task)", "correct load()"),
     "env.no_rows": ("load() to yield tasks", "yield rows in load()"),
     "env.tools": ("working toolsets", "return [Tools(config.tools)]"),
-    "env.state": ("the same", "class Task(vf.Task[Data, State, TaskConfig])"),
+    "env.state": ("the same one", "class Task(vf.Task[Data, State, TaskConfig])"),
     "env.setup": ("a task that starts", "correct setup"),
     "env.hooks": ("rewards, metrics and stops on Trace", "remove it"),
     "env.stop": ("a stop that returns a bool", "correct it"),
@@ -30,6 +30,7 @@ _OURS: Final = ("something else than your job", "submit again")
 _NOISE: Final = re.compile(r"^import environment: | \(/[^)]*\)")
 """Our own prefix, and where the jail keeps its files."""
 _MAX_DETAIL: Final = 90
+_MAX_WANTED: Final = 48
 
 
 def fault_problem(stage: str, error: JailError) -> Problem:
@@ -39,8 +40,9 @@ def fault_problem(stage: str, error: JailError) -> Problem:
     name = error.reason.removeprefix("env.").replace(".", "_")
     name = "failed" if name == stage else name
     detail = _NOISE.sub("", " ".join(error.detail.split()))
-    if reason == "env.state":
-        detail = detail.partition("; expected")[0]
+    detail, _, wanted = detail.partition("; expected ")
+    if wanted and reason != "env.state":
+        expected = wanted if len(wanted) <= _MAX_WANTED else wanted[: _MAX_WANTED - 3] + "..."
     if len(detail) > _MAX_DETAIL:
         keep = _MAX_DETAIL - 3
         detail = detail[: keep - 30] + "..." + detail[-30:]

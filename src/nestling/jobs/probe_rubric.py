@@ -136,7 +136,7 @@ def rubric_problems(
     records = [play.score for play in plays.values()]
     failed = next((record.error for record in records if record.error is not None), None)
     if failed is not None:
-        what = _FRAMEWORK_PREFIX.sub("", failed)[:84]
+        what = _FRAMEWORK_PREFIX.sub("", failed).partition("; expected ")[0][:84]
         return [_rubric("error", f"scoring failed: {what}", "a number", "correct the reward")]
     problems = []
     outside = next(
