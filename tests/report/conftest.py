@@ -105,9 +105,12 @@ def episode(plan, skill: float, *, text: str = "", noop: bool = False) -> Episod
     dies = not noop and rng.random() < 0.15
     gain = 0.0 if noop else rng.uniform(-0.1, 0.1 + 0.06 * skill)
     refused = Problem(
-        stage="schema", code="schema.unknown_key", wrong=f"unknown key {text or 'lrr'}",
-        expected="a [prime_rl] key", fix="write lr",
-    )  # fmt: skip
+        stage="schema",
+        code="schema.unknown_key",
+        wrong=f"unknown key {text or 'lrr'}",
+        expected="a [prime_rl] key",
+        fix="write lr",
+    )
     manifest = ManifestSummary(
         base_model=base,
         prime_rl={} if noop else {"lr": lr, "max_steps": 8},
@@ -156,7 +159,7 @@ def episode(plan, skill: float, *, text: str = "", noop: bool = False) -> Episod
                     trained_groups=6,
                     rollout_tokens=4000,
                     cpu_s=1.0,
-                )  # fmt: skip
+                )
                 for step in range(1, 9)
             ),
             base_hash="a",
@@ -177,11 +180,14 @@ def episode(plan, skill: float, *, text: str = "", noop: bool = False) -> Episod
         TurnRecord(role="system", text="You write training jobs."),
         TurnRecord(role="user", text=f"Teach {plan.family}."),
         TurnRecord(
-            role="assistant", text=f"I write the job. {text}", tool="write_file",
-            result=f"ok {text}", tokens=3,
+            role="assistant",
+            text=f"I write the job. {text}",
+            tool="write_file",
+            result=f"ok {text}",
+            tokens=3,
         ),
         TurnRecord(role="assistant", text="submit", tool="submit_job", result="accepted", tokens=1),
-    )  # fmt: skip
+    )
     return EpisodeResult(
         family=plan.family,
         task_id=plan.episode_id,
@@ -220,10 +226,17 @@ class ScriptedPlayer:
         return episode(plan, handle.version, text=self.text)
 
 
-async def play_run(folder: Path, *, steps: int, planned: int, text: str, measured: bool) -> None:
+async def play_run(
+    folder: Path, *, steps: int, planned: int, text: str, measured: bool, groups: int = 4
+) -> None:
     held_out = HeldOutConfig(every_steps=0, episodes=12, resamples=200)
     config = OuterConfig(
-        seed=7, steps=steps, groups_per_step=4, group_size=4, max_staleness=0, held_out=held_out
+        seed=7,
+        steps=steps,
+        groups_per_step=groups,
+        group_size=4,
+        max_staleness=0,
+        held_out=held_out,
     )
     run = RunDir.create(folder)
     plan = {"outer": {"steps": planned, "seed": 7, "group_size": 4}, "inner": {"seed": 11}}
@@ -282,9 +295,16 @@ def _fleet(run: RunDir, store: RunStore) -> None:
         payload["bundle"] = pack_bundle(run.artifacts, bundle)
         store.jobs.insert(NewJob(id=job_id, kind="run", payload=payload, family=record.family))
         lease = LeaseRecord(
-            job_id=job_id, token=job_id, worker="w0", session="s", acquired_at=0.0,
-            heartbeat_at=0.0, acquired_mono_s=0.0, expires_mono_s=1.0, stage=None,
-        )  # fmt: skip
+            job_id=job_id,
+            token=job_id,
+            worker="w0",
+            session="s",
+            acquired_at=0.0,
+            heartbeat_at=0.0,
+            acquired_mono_s=0.0,
+            expires_mono_s=1.0,
+            stage=None,
+        )
         store.jobs.start(store.jobs.get(job_id), lease)
         store.jobs.finish(store.jobs.get(job_id), result.outcome.model_dump(mode="json"))
         money = Reservation(
@@ -297,10 +317,9 @@ def _fleet(run: RunDir, store: RunStore) -> None:
 
 @pytest.fixture(scope="session")
 def make_run() -> Callable[..., Path]:
-    def make(
-        folder: Path, *, steps: int = 4, planned: int = 4, text: str = "", measured: bool = True
-    ) -> Path:
-        asyncio.run(play_run(folder, steps=steps, planned=planned, text=text, measured=measured))
+    def make(folder: Path, *, steps: int = 4, text: str = "", **more) -> Path:
+        settings = {"planned": steps, "measured": True} | more
+        asyncio.run(play_run(folder, steps=steps, text=text, **settings))
         return folder
 
     return make

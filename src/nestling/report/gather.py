@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def gather(run_folder: Path) -> RunData:
     with RunStore.open_reader(folder.database) as store:
         try:
             return _gather(folder, store)
-        except (ValidationError, KeyError, TypeError, ValueError) as error:
+        except (ValidationError, json.JSONDecodeError) as error:
             raise StoreError(
                 f"{folder.database} holds a record this version cannot read: {error}; expected "
                 f"what nestling writes; use the version that wrote it or restore a backup"

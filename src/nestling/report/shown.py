@@ -17,7 +17,7 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 def number(value: float | None, digits: int = 3) -> str:
     """Fixed decimals, or a dash for nothing."""
-    return NOTHING if value is None else f"{value:.{digits}f}"
+    return NOTHING if value is None else _fixed(value, digits)
 
 
 def percent(value: float | None) -> str:
@@ -30,8 +30,9 @@ def estimate(value: Estimate | None, digits: int = 3) -> str:
     if value is None:
         return NOTHING
     if value.lo is None or value.hi is None:
-        return f"{value.mean:.{digits}f}"
-    return f"{value.mean:.{digits}f} [{value.lo:.{digits}f}, {value.hi:.{digits}f}]"
+        return _fixed(value.mean, digits)
+    ends = f"[{_fixed(value.lo, digits)}, {_fixed(value.hi, digits)}]"
+    return f"{_fixed(value.mean, digits)} {ends}"
 
 
 def duration(seconds: float | None) -> str:
@@ -71,6 +72,11 @@ def visible(text: str) -> str:
     )
     left = len(text) - len(cut)
     return clean if left <= 0 else f"{clean}\n… {left} more characters"
+
+
+def _fixed(value: float, digits: int) -> str:
+    """Fixed decimals, without a minus sign before zeros."""
+    return f"{round(value, digits) + 0.0:.{digits}f}"
 
 
 def _escape(char: str) -> str:

@@ -41,10 +41,13 @@ def base_models(data: RunData) -> Drawing:
         for one in summaries
     ]
     with panels() as (canvas, [axes]):
+        band(axes, steps, [row.better_base for row in data.steps], "the better base", SERIES[0])
+        for line in axes.get_lines():
+            # Wide and below the others: where one base is the better one throughout, they coincide.
+            line.set(linewidth=5, alpha=0.45, marker="")
         for index, name in enumerate(names):
             values = [share[index] for share in shares]
             curve(axes, steps, values, name, SERIES[1 + index % (len(SERIES) - 1)])
-        band(axes, steps, [row.better_base for row in data.steps], "the better base", SERIES[0])
         axes.set_ylabel("share of accepted jobs")
         axes.set_ylim(-0.03, 1.03)
         steps_axis(axes, steps)

@@ -129,6 +129,9 @@ def _grid(
             elif len(lines) > 1 or ylabel == "per episode":
                 axes.legend(loc="best")
             axes.set_ylabel(ylabel)
+            if ylabel != "KL divergence":
+                # All others are counts, times and norms; an estimated KL may be below 0.
+                axes.set_ylim(bottom=0)
             steps_axis(axes, steps)
         rows: list[tuple[Cell, ...]] = [
             (row.step, *(get(row) for get in getters.values())) for row in data.steps
