@@ -27,6 +27,7 @@ from nestling.engine.learn import (
 )
 from nestling.engine.learn import TrainRow as EngineRow
 from nestling.engine.model import Model
+from nestling.engine.tokenizer import Tokenizer
 from nestling.outer.config import EmbeddedConfig
 from nestling.outer.learner import Handle, LossSpec, LossStats, Sampled, StepStats, TrainRow
 from nestling.outer.learners import saved_state
@@ -76,6 +77,12 @@ class EmbeddedLearner:
         self._batcher = TurnBatcher(
             self._thread, window_s=self._config.window_s, lockstep=self._config.lockstep
         )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The agent's tokenizer."""
+        tokenizer: Tokenizer = self._model.tokenizer
+        return tokenizer
 
     async def sample(
         self,

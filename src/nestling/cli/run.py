@@ -1,0 +1,94 @@
+"""`nestling run`: the nested loop from a recipe; resumes by default."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from nestling.config import RunConfig, load_recipe, recipe_toml
+
+__all__ = ["command"]
+
+
+@click.command("run")
+@click.argument("recipe", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--set", "settings", multiple=True, metavar="A.B=VALUE", help="Change one setting.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder.")
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Continue the run in this folder.",
+)
+@click.option("--dry-run", is_flag=True, help="Show the plan and its ceiling; run nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
+def command(
+    recipe: Path | None,
+    settings: tuple[str, ...],
+    out: Path | None,
+    resume: Path | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Train the agent: it writes jobs, the jobs train small models, their scores train it.
+
+    An interrupted run continues when the same command is given again.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if resume is not None:
+        config, folder = load_recipe(resume / "config.toml", settings), resume
+    else:
+        config = load_recipe(recipe, settings)
+        folder = out or Path("runs") / config.name
+    console = Console(stderr=True)
+    if dry_run:
+        _show_plan(config, folder)
+        return 0
+    return _run(config, folder, console, as_json=as_json)
+
+
+def _run(config: RunConfig, folder: Path, console: Console, *, as_json: bool) -> int:
+    from nestling.cli.progress import RunProgress
+    from nestling.report import write_report
+    from nestling.wiring import RunHooks, play_run
+
+    outer = config.outer
+    episodes = outer.groups_per_step * outer.group_size
+    title = f"{config.name}: {outer.steps} steps of {episodes} episodes in {folder}"
+    progress = RunProgress(console, steps=outer.steps, title=title)
+    hooks = RunHooks(
+        on_step=progress.on_step, on_episode=progress.on_episode, on_sweep=progress.on_sweep
+    )
+    console.print(title, highlight=False)
+    try:
+        with progress.shown():
+            done = asyncio.run(play_run(config, folder, hooks))
+    except KeyboardInterrupt:
+        console.print(f"interrupted; continue with: nestling run --resume {folder}")
+        return 130
+    page = write_report(folder)
+    console.print(f"done: {done.step} steps; report: {page}", highlight=False)
+    if as_json:
+        click.echo(json.dumps({"steps": done.step, "folder": str(folder), "report": str(page)}))
+    return 0
+
+
+def _show_plan(config: RunConfig, folder: Path) -> None:
+    from nestling.fleet.budget import load_prices
+
+    outer, inner = config.outer, config.inner
+    episodes = outer.steps * outer.groups_per_step * outer.group_size
+    seconds = inner.train_wall_s + 3 * inner.score_wall_s
+    price = load_prices()[config.fleet.machine].usd_per_hour
+    click.echo(recipe_toml(config))
+    click.echo(f"# folder: {folder}")
+    click.echo(f"# training episodes: {episodes}, each at most one job")
+    cap = config.budget.run_usd
+    click.echo(
+        f"# ceiling: {episodes} jobs x {seconds:.0f} s x {price:g} USD/h ="
+        f" {episodes * seconds / 3600 * price:.2f} USD; cap: {'none' if cap is None else cap}"
+    )

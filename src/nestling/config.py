@@ -1,0 +1,210 @@
+"""A run's recipe: one frozen model joined from each package's own, read from TOML and `--set`.
+
+The resolved recipe is written into the run folder and is enough to repeat the run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import tomli_w
+from pydantic import BaseModel, Field, ValidationError
+
+from nestling.agent.reward import RewardKind, RewardWeights
+from nestling.core.errors import ConfigError
+from nestling.core.frozen import Frozen
+from nestling.families.registry import HELD_OUT, TRAINING
+from nestling.fleet.budget import Caps
+from nestling.outer.config import EmbeddedConfig, OuterConfig
+
+__all__ = [
+    "AgentConfig",
+    "EmbeddedLearner",
+    "FamiliesConfig",
+    "FleetConfig",
+    "InnerConfig",
+    "LocalFleet",
+    "ReferenceArm",
+    "ReferenceConfig",
+    "RunConfig",
+    "load_recipe",
+    "recipe_toml",
+]
+
+ReferenceArm = Literal["noop", "random", "template", "oracle"]
+
+
+class FamiliesConfig(Frozen):
+    """What is taught and what is only measured."""
+
+    training: tuple[str, ...] = TRAINING
+    held_out: tuple[str, ...] = HELD_OUT
+
+
+class AgentConfig(Frozen):
+    """The policy that writes jobs."""
+
+    model: str = "hatchling"
+    """A shipped agent's name or a model folder."""
+    style: Literal["compact", "full"] = "compact"
+    """Prompt: compact for tiny models, full with tool schemas for large ones."""
+    max_turns: int = Field(16, ge=2, le=200)
+
+
+class RewardConfig(Frozen):
+    """How an episode is paid; both kinds are always computed and recorded."""
+
+    kind: RewardKind = "seed"
+    weights: RewardWeights = RewardWeights()
+
+
+class InnerConfig(Frozen):
+    """How jobs are trained and scored."""
+
+    eval_items: int = Field(200, ge=8, le=10_000)
+    """Hidden items per scoring; the same ones before and after training."""
+    train_wall_s: float = Field(300.0, gt=0)
+    """Wall-clock limit of one training."""
+    score_wall_s: float = Field(300.0, gt=0)
+    keep_models: bool = False
+    """Keep every trained small model in the run folder."""
+    seed: int = Field(0, ge=0)
+    """Root of the training seeds; the job's hash is mixed in."""
+    leak_items: int = Field(400, ge=0, le=10_000)
+    """Hidden items per set that training rows are compared with; 0 skips the comparison."""
+
+
+class LocalFleet(Frozen):
+    """Worker processes on this machine, one thread each."""
+
+    kind: Literal["local"] = "local"
+    workers: int = Field(0, ge=0, le=4096)
+    """0: one per core that this process may use."""
+    machine: str = "cpu-core"
+    """Price of a worker, by its name in the price table."""
+
+
+FleetConfig = Annotated[LocalFleet, Field(discriminator=None)]
+EmbeddedLearner = EmbeddedConfig
+
+
+class ReferenceConfig(Frozen):
+    """Scripted policies that are played in every sweep, for comparison."""
+
+    arms: tuple[ReferenceArm, ...] = ("noop", "random", "template")
+    training_families: bool = True
+    """Sweep the training families too, not only the held-out ones."""
+
+
+class RunConfig(Frozen):
+    """Everything a run needs; every field has a default that runs on two cores."""
+
+    name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
+    families: FamiliesConfig = FamiliesConfig()
+    agent: AgentConfig = AgentConfig()
+    reward: RewardConfig = RewardConfig()
+    outer: OuterConfig = OuterConfig()
+    learner: EmbeddedLearner = EmbeddedConfig()
+    inner: InnerConfig = InnerConfig()
+    fleet: FleetConfig = LocalFleet()
+    references: ReferenceConfig = ReferenceConfig()
+    budget: Caps = Caps()
+    """Caps in USD; None is no cap."""
+    unsafe_no_jail: bool = False
+    """Run agent-written code without a jail. Only for code you trust; recorded in the run."""
+
+
+def load_recipe(path: Path | None, settings: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe and apply `a.b=value` settings; values are TOML, else plain text.
+
+    Raises:
+        ConfigError: unreadable file, unknown key (with the nearest one), value out of bounds.
+    """
+    document = _read(path) if path is not None else {}
+    for setting in settings:
+        _apply(document, setting)
+    try:
+        return RunConfig.model_validate_json(json.dumps(document))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error))) from error
+
+
+def recipe_toml(config: RunConfig) -> str:
+    """The whole recipe as TOML; reading it gives the same recipe."""
+    return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError as error:
+        near = sorted(str(one) for one in Path("recipes").glob("*.toml"))
+        hint = f"; recipes here: {', '.join(near)}" if near else ""
+        raise ConfigError(f"recipe {path} does not exist{hint}") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error}; expected UTF-8 TOML") from error
+
+
+def _apply(document: dict[str, Any], setting: str) -> None:
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {setting!r}; expected a.b=value, for example outer.steps=10")
+    *parents, name = key.strip().split(".")
+    table = document
+    for parent in parents:
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {setting!r}: {parent} is a value, not a table")
+    table[name] = _value(text)
+
+
+def _value(text: str) -> Any:  # noqa: ANN401 (whatever TOML says)
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    """One line per mistake: where, what, expected, nearest key."""
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            known = _known_keys(item["loc"][:-1])
+            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+            yield f"recipe: unknown key {where}; {hint}"
+        else:
+            yield f"recipe: {where} = {item['input']!r}: {item['msg']}"
+
+
+def _known_keys(path: tuple[int | str, ...]) -> list[str]:
+    model: Any = RunConfig
+    for part in path:
+        field = model.model_fields.get(part) if _is_model(model) else None
+        model = field.annotation if field is not None else None
+    return sorted(model.model_fields) if _is_model(model) else sorted(RunConfig.model_fields)
+
+
+def _is_model(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseModel)
+
+
+_Json = Any
+
+
+def _without_none(value: _Json) -> _Json:
+    """TOML has no null: a missing key means the default, which is None wherever None is allowed."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
+
+
+RECIPES_FOLDER: Final = Path("recipes")

@@ -1,0 +1,411 @@
+"""Config to objects: the only module that names backends. Heavy imports happen when they are needed.
+
+Two halves: `make_handlers` builds the machine room inside a worker process; `play_run` builds the
+controller of a run around the outer loop. Secrets travel by path, never on a command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from nestling.agent.episode import EpisodeLimits, EpisodeTask
+from nestling.agent.episode_result import EpisodeResult
+from nestling.agent.job_runner import JobRunner
+from nestling.agent.policies.scripted import scripted
+from nestling.agent.policy import Policy
+from nestling.agent.prompt import PromptRules
+from nestling.config import RunConfig, recipe_toml
+from nestling.core.clock import SystemClock
+from nestling.core.errors import ConfigError
+from nestling.core.rundir import ArtifactStore, RunDir, write_atomic
+from nestling.families import bases
+from nestling.families.registry import get
+from nestling.families.splits import EvalSecret, commitment
+from nestling.fleet.budget import Budget, load_prices
+from nestling.fleet.handlers import StageSeconds, job_handlers
+from nestling.fleet.runner import FleetRunner, RunnerSettings
+from nestling.fleet.start import running_fleet
+from nestling.fleet.worker import Handlers
+from nestling.inner.baselines import Baselines, state_folder
+from nestling.inner.run import InnerContext, run_job
+from nestling.inner.trainer import TrainLimits
+from nestling.jobs.bundle import Bundle
+from nestling.jobs.jail import Jail, require_bubblewrap
+from nestling.jobs.leaks import LeakIndex
+from nestling.jobs.outcome import Outcome, StepRecord
+from nestling.jobs.probe import ProbeOptions, ProbeReport, probe
+from nestling.jobs.probe_env import JailedOpener
+from nestling.outer.heldout import Arm, HeldOutMeasure
+from nestling.outer.learner import Handle
+from nestling.outer.loop import OnStep, train
+from nestling.outer.plan import EpisodePlan
+from nestling.outer.play import OnEpisode
+from nestling.outer.player import AgentPlayer
+from nestling.outer.run_log import Progress
+from nestling.outer.store_log import StoreLog
+from nestling.outer.sweep_report import Sweep
+from nestling.store import GroupCommit
+from nestling.store.run_store import RunStore
+
+if TYPE_CHECKING:
+    from nestling.outer.learners.embedded import EmbeddedLearner
+
+__all__ = [
+    "Room",
+    "RunHooks",
+    "agent_folder",
+    "episode_task",
+    "make_handlers",
+    "open_fleet",
+    "open_learner",
+    "open_room",
+    "play_run",
+]
+
+logger = logging.getLogger(__name__)
+
+AGENTS_FOLDER: Final = Path(__file__).parent / "agent" / "weights"
+_HANDLERS: Final = "nestling.wiring:make_handlers"
+
+
+# --- inside a worker -------------------------------------------------------------------------
+
+
+class Room:
+    """The machine room of one worker: warm jail zygote, trainer, scorer, baselines, leak indexes."""
+
+    def __init__(self, config: RunConfig, state: Path, work: Path) -> None:
+        from nestling.inner.scorers.embedded import EmbeddedScorer
+        from nestling.inner.trainers.embedded import EmbeddedTrainer
+        from nestling.jobs.env_zygote import Zygote
+
+        self._config = config
+        self._state = state
+        self._secret_path = state / "eval-secret"
+        jail = Jail(unsafe=config.unsafe_no_jail)
+        self._zygote = None if config.unsafe_no_jail else Zygote(jail)
+        folders = {name: bases.get(name).folder for name in bases.names()}
+        self._scorer = EmbeddedScorer(
+            secret_path=self._secret_path,
+            bases=folders,
+            score_wall_s=config.inner.score_wall_s,
+        )
+        self._scorer.start()
+        self.baselines_table = Baselines(self._scorer, folders, folder=state)
+        self._opener = JailedOpener(jail=jail, starter=self._zygote)
+        self._leaks: dict[str, LeakIndex | None] = {}
+        price = load_prices()[config.fleet.machine]
+        self.context = InnerContext(
+            trainer=EmbeddedTrainer(jail=jail, starter=self._zygote),
+            scorer=self._scorer,
+            baselines=self.baselines_table,
+            bases=folders,
+            work_folder=work,
+            keep_models=config.inner.keep_models,
+            n=config.inner.eval_items,
+            seed=config.inner.seed,
+            usd_per_hour=price.usd_per_hour,
+            limits=TrainLimits(wall_s=config.inner.train_wall_s),
+        )
+
+    def check(self, bundle: Bundle, family: str) -> ProbeReport:
+        """Run the probe with this room's zygote and the family's leak index."""
+        options = ProbeOptions(
+            leaks=self._leak_index(family),
+            eval_items=self._config.inner.eval_items,
+            params={name: bases.get(name).params for name in bases.names()},
+        )
+        return probe(bundle, family, env_opener=self._opener, options=options)
+
+    def run(self, bundle: Bundle, family: str, log: Callable[[StepRecord], None]) -> Outcome:
+        """Train and score."""
+        return run_job(bundle, family, self.context, log)
+
+    def baselines(self, family: str) -> dict[str, float]:
+        """Untrained score of every base on hidden set A."""
+        n = self._config.inner.eval_items
+        return {name: self.baselines_table.get(name, family, "a", n).mean for name in bases.names()}
+
+    def close(self) -> None:
+        """End the scorer and the zygote."""
+        self._scorer.close()
+        if self._zygote is not None:
+            self._zygote.close()
+
+    def _leak_index(self, family: str) -> LeakIndex | None:
+        """The family's index, kept on disk: building one takes seconds."""
+        items = self._config.inner.leak_items
+        if items == 0:
+            return None
+        if family not in self._leaks:
+            self._leaks[family] = load_leak_index(family, items, self._state)
+        return self._leaks[family]
+
+
+def load_leak_index(family: str, items: int, state: Path) -> LeakIndex:
+    """The leak index of a family, built once per secret and kept with mode 0600."""
+    secret = EvalSecret.load_or_create(state / "eval-secret")
+    path = state / "leaks" / f"{family}-{items}-{commitment(secret, 'a')[:16]}.json"
+    if path.exists():
+        return LeakIndex.loads(path.read_bytes())
+    index = LeakIndex.for_family(family, secret, hidden=items)
+    write_atomic(path, index.dumps())
+    path.chmod(0o600)
+    return index
+
+
+@asynccontextmanager
+async def open_room(config: RunConfig, work: Path) -> AsyncIterator[Room]:
+    """A machine room in this process, for a single job."""
+    if not config.unsafe_no_jail:
+        require_bubblewrap()
+    room = Room(config, _state(), work)
+    try:
+        yield room
+    finally:
+        room.close()
+
+
+def make_handlers(settings: Mapping[str, Any]) -> Handlers:
+    """What a worker of the fleet can do; called inside the worker."""
+    config = RunConfig.model_validate(settings["config"])
+    run = Path(settings["run"])
+    room = Room(config, Path(settings["state"]), run / "models")
+    return job_handlers(room, ArtifactStore(run / "artifacts"), _stage_seconds(config))
+
+
+# --- the controller --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHooks:
+    """What a run tells while it goes on."""
+
+    on_step: OnStep | None = None
+    on_episode: OnEpisode | None = None
+    on_sweep: Callable[[int, Sweep], None] | None = None
+
+
+async def play_run(config: RunConfig, folder: Path, hooks: RunHooks | None = None) -> Progress:
+    """Train the agent to the last step of the recipe; continues a run that was interrupted.
+
+    Raises:
+        ConfigError: another recipe was started in this folder, or the jail is missing.
+        FleetError, LearnerError, StoreError: resumable by calling again.
+    """
+    told = hooks or RunHooks()
+    run = _open_run(config, folder)
+    clock = SystemClock()
+    async with _writing(run) as writer:
+        with run.lock():
+            async with open_fleet(config, run, writer) as fleet:
+                learner = open_learner(config, run)
+                try:
+                    return await _train(config, fleet, learner, writer, told, clock)
+                finally:
+                    learner.close()
+
+
+@asynccontextmanager
+async def open_fleet(
+    config: RunConfig, run: RunDir, writer: GroupCommit
+) -> AsyncIterator[FleetRunner]:
+    """The run's workers and a job runner over them."""
+    from nestling.fleet.providers.local import LocalProvider, LocalWorkers, num_slots
+
+    if not config.unsafe_no_jail:
+        require_bubblewrap()
+    clock, state = SystemClock(), _state()
+    EvalSecret.load_or_create(state / "eval-secret")
+    settings = {
+        "config": config.model_dump(mode="json"),
+        "run": str(run.root.resolve()),
+        "state": str(state.resolve()),
+    }
+    provider = LocalProvider(
+        LocalWorkers(
+            handlers=_HANDLERS,
+            settings=settings,
+            logs=run.root / "logs",
+            machine=config.fleet.machine,
+        ),
+        writer,
+    )
+    runner_settings = RunnerSettings(
+        identity=_identity(config), deadlines=_stage_seconds(config), machine=config.fleet.machine
+    )
+    budget = Budget(writer.store, clock=clock, caps=config.budget, prices=load_prices())
+    async with running_fleet(
+        writer=writer,
+        provider=provider,
+        size=config.fleet.workers or num_slots(),
+        artifacts=ArtifactStore(run.root / "artifacts"),
+        settings=runner_settings,
+        clock=clock,
+        budget=budget,
+    ) as fleet:
+        yield fleet
+
+
+def open_learner(config: RunConfig, run: RunDir) -> EmbeddedLearner:
+    """The agent as a learner in this process; its states are kept in the run folder."""
+    from nestling.engine.checkpoint import load_model
+    from nestling.outer.learners.embedded import EmbeddedLearner
+
+    model = load_model(agent_folder(config.agent.model))
+    sessions = max(config.learner.num_sessions, config.outer.max_parallel_episodes)
+    return EmbeddedLearner(
+        model,
+        run.root / "learner",
+        max_total_tokens=config.outer.max_total_tokens,
+        config=config.learner.model_copy(update={"num_sessions": sessions}),
+    )
+
+
+def agent_folder(name: str) -> Path:
+    """Folder of a shipped agent, or the folder that was named."""
+    shipped = AGENTS_FOLDER / name
+    if shipped.is_dir():
+        return shipped
+    if Path(name).is_dir():
+        return Path(name)
+    known = sorted(path.name for path in AGENTS_FOLDER.glob("*") if path.is_dir())
+    raise ConfigError(
+        f"no agent {name!r}; expected one of {', '.join(known)}, or a model folder; check agent.model"
+    )
+
+
+def episode_task(config: RunConfig, plan: EpisodePlan) -> EpisodeTask:
+    """A planned episode with the rules of the run."""
+    return EpisodeTask(
+        family=get(plan.family),
+        task_id=plan.episode_id,
+        task_seed=plan.task_seed,
+        policy_seed=plan.policy_seed,
+        style=config.agent.style,
+        rules=PromptRules(
+            weights=config.reward.weights,
+            reward_kind=config.reward.kind,
+            max_turns=config.agent.max_turns,
+        ),
+        limits=EpisodeLimits(),
+    )
+
+
+def reference_policy(name: str) -> Policy:
+    """A scripted policy by name."""
+    return scripted(name)
+
+
+async def _train(
+    config: RunConfig,
+    fleet: FleetRunner,
+    learner: EmbeddedLearner,
+    writer: GroupCommit,
+    told: RunHooks,
+    clock: SystemClock,
+) -> Progress:
+    def make_runner(plan: EpisodePlan) -> JobRunner:
+        return fleet.for_episode(plan.episode_id, plan.group_id)
+
+    player = AgentPlayer(
+        learner=learner,
+        tokenizer=learner.tokenizer,
+        make_runner=make_runner,
+        make_task=lambda plan: episode_task(config, plan),
+        config=config.outer,
+        clock=clock,
+    )
+    log = StoreLog(writer, policy=config.agent.model)
+    families = config.families.held_out
+    if config.references.training_families:
+        families = (*config.families.training, *families)
+    measure = HeldOutMeasure(
+        player,
+        config=config.outer,
+        families=families,
+        log=log,
+        open_untrained=lambda: _untrained(learner),
+        references=[_reference_arm(player, name) for name in config.references.arms],
+        on_sweep=told.on_sweep,
+    )
+    return await train(
+        config.outer,
+        learner=learner,
+        player=player,
+        log=log,
+        families=config.families.training,
+        clock=clock,
+        on_step=told.on_step,
+        on_episode=told.on_episode,
+        measure=measure,
+    )
+
+
+async def _untrained(learner: EmbeddedLearner) -> Handle:
+    return await learner.open_policy("step-000000")
+
+
+def _reference_arm(player: AgentPlayer, name: str) -> Arm:
+    policy = reference_policy(name)
+
+    async def play(plan: EpisodePlan) -> EpisodeResult:
+        return await player.play_policy(plan, policy)
+
+    return Arm(name=name, play=play)
+
+
+def _open_run(config: RunConfig, folder: Path) -> RunDir:
+    """Make the run folder, or check that it holds this very recipe."""
+    text = recipe_toml(config)
+    path = folder / "config.toml"
+    if path.exists() and path.read_text("utf-8") != text:
+        raise ConfigError(
+            f"{folder} holds a run of another recipe; expected the same settings to continue it; "
+            "choose another --out, or repeat the settings of its config.toml"
+        )
+    run = RunDir.create(folder)
+    write_atomic(path, text.encode())
+    return run
+
+
+@asynccontextmanager
+async def _writing(run: RunDir) -> AsyncIterator[GroupCommit]:
+    store = RunStore(run.root / "run.db")
+    with closing(store):
+        writer = GroupCommit(store)
+        try:
+            yield writer
+        finally:
+            await asyncio.to_thread(writer.close)
+
+
+def _state() -> Path:
+    state = state_folder()
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return state
+
+
+def _stage_seconds(config: RunConfig) -> StageSeconds:
+    inner = config.inner
+    return StageSeconds(
+        run=inner.train_wall_s + 3 * inner.score_wall_s,
+        baseline=2 * len(bases.names()) * inner.score_wall_s,
+    )
+
+
+def _identity(config: RunConfig) -> dict[str, Any]:
+    """Everything beside bundle and family that changes a job's result."""
+    return {
+        "trainer": "embedded",
+        "seed": config.inner.seed,
+        "eval_items": config.inner.eval_items,
+        "bases": {name: bases.get(name).sha256 for name in bases.names()},
+        "leak_items": config.inner.leak_items,
+    }
