@@ -268,13 +268,17 @@ async def _measure(config: OuterConfig, log: StoreLog, steps: int) -> None:
         return Arm(name=name, play=play, step=step, version=step)
 
     references = [arm("noop", 0, noop=True), arm("random", -2), arm("template", 3)]
-    await sweep(references, FAMILIES, config=config.held_out, seed=5, log=log)
     for step in (0, steps):
         arms = [*references, arm(UNTRAINED, 0)]
         if step:
             arms.append(arm(f"step-{step:06d}", step, step=step))
         found = await sweep(
-            arms, ["triage"], config=config.held_out, seed=6, log=log, against=[UNTRAINED, "noop"]
+            arms,
+            [*FAMILIES, "triage"],
+            config=config.held_out,
+            seed=6,
+            log=log,
+            against=[UNTRAINED, "noop"],
         )
         await log.sweep_done(step, found)
 

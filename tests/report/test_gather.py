@@ -113,6 +113,23 @@ def test_held_out_gain_is_paired(data, results):
     assert list(data.sweeps) == [0, 4]
 
 
+def test_training_families_are_compared_in_pairs_too(data, results):
+    pairs = [
+        results[f"measure/step-000004/{family}", i].reward
+        - results[f"measure/untrained/{family}", i].reward
+        for family in ("ledger", "dispatch")
+        for i in range(12)
+    ]
+    gain = data.headline.measured_gain
+    assert (gain.n, data.headline.measured_step) == (24, 4)
+    assert gain.mean == pytest.approx(np.mean(pairs))
+    both = (data.headline.measured, data.headline.measured_untrained)
+    assert both[0].mean - both[1].mean == pytest.approx(gain.mean)
+    summary = summarise_run(data)
+    assert (summary.final_reward, summary.untrained_reward) == tuple(one.mean for one in both)
+    assert summary.best_reward == max(data.headline.best.mean, both[0].mean)
+
+
 def test_jobs_and_money(data):
     done = [job for job in data.jobs if job.state == "succeeded"]
     assert [job.state for job in data.jobs if job not in done] == ["queued"]
@@ -170,6 +187,7 @@ def test_one_group_a_step_needs_a_wider_window(make_run, tmp_path):
     assert data.headline.no_op_source == "formula"
     assert data.steps[0].validation.lo is not None
     assert data.headline.held_out_gain is None
+    assert summarise_run(data).final_reward == data.headline.final.mean
 
 
 def test_unfinished_run(make_run, tmp_path):

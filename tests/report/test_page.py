@@ -138,11 +138,11 @@ def test_files_beside_the_page(hostile_page):
     ]
 
 
-def test_same_run_gives_the_same_page(run_folder, tmp_path):
-    first = write_report(run_folder, tmp_path / "a" / "one.html")
-    second = write_report(run_folder, tmp_path / "b" / "two.html")
-    assert first.read_bytes() == second.read_bytes()
-    assert not (run_folder / "report").exists()
+def test_same_run_gives_the_same_page(hostile_page, tmp_path):
+    run = hostile_page.parent.parent
+    again = write_report(run, tmp_path / "elsewhere" / "page.html")
+    assert again == tmp_path / "elsewhere" / "page.html"
+    assert again.read_bytes() == hostile_page.read_bytes()
 
 
 def test_unfinished_run_says_so(make_run, tmp_path):
@@ -168,11 +168,11 @@ def test_empty_run_says_so(tmp_path):
     assert "svg" not in page.tags
 
 
-def test_page_that_cannot_be_written_is_a_store_error(run_folder, tmp_path):
+def test_page_that_cannot_be_written_is_a_store_error(hostile_page, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     with pytest.raises(StoreError, match="cannot write"):
-        write_report(run_folder, blocked / "index.html")
+        write_report(hostile_page.parent.parent, blocked / "index.html")
 
 
 @pytest.mark.parametrize(

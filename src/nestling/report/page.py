@@ -51,16 +51,17 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     """
     page = out or run_folder / "report" / "index.html"
     data = gather(run_folder)
+    folder = page.parent
+    # First, so that a folder that cannot be written is found before anything is drawn.
+    _write(folder / "summary.json", summarise_run(data).model_dump_json(indent=2) + "\n")
     details = read_details(run_folder, pick_episodes(data), data.weights)
     figures = draw_all(data)
-    folder = page.parent
     for figure in figures:
         _write(folder / "figures" / f"{figure.name}.svg", _standalone(figure))
         _write(folder / "figures" / f"{figure.name}.csv", figure.table.csv())
     _write(folder / "steps.csv", step_listing(data).csv())
     _write(folder / "episodes.csv", episode_table(data).csv())
     _write(folder / "jobs.csv", job_table(data).csv())
-    _write(folder / "summary.json", summarise_run(data).model_dump_json(indent=2) + "\n")
     _write(page, render_page(data, figures, details))
     return page
 

@@ -1,4 +1,4 @@
-"""Measured arms on the training families: the lines every training figure carries."""
+"""Policies measured on the training families; the reference ones are lines in the figures."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ALL = "all"
 def reference_rows(
     episodes: Sequence[EpisodeRow], training: Sequence[str]
 ) -> tuple[ReferenceRow, ...]:
-    """Every measured arm that is not a checkpoint, on all training families and on each."""
+    """Every measured arm, on all training families and on each; checkpoints come last, by step."""
     arms: dict[str, list[EpisodeRow]] = {}
     for one in episodes:
-        if one.arm is not None and not is_checkpoint(one.arm) and one.family in training:
+        if one.arm is not None and one.family in training:
             arms.setdefault(one.arm, []).append(one)
     rows = []
-    for arm, played in arms.items():
+    for arm, played in sorted(arms.items(), key=lambda one: (is_checkpoint(one[0]), one[0])):
         rows.append(_row(arm, ALL, played))
         for family in training:
             of_family = [one for one in played if one.family == family]
@@ -40,11 +40,11 @@ def is_checkpoint(arm: str) -> bool:
 def line(references: Sequence[ReferenceRow], families: Mapping[str, int]) -> dict[str, float]:
     """Reward of each reference arm, weighted like `families`; arms without one of them are left out.
 
-    The untrained agent is no reference arm.
+    The agent, untrained or not, is no reference arm.
     """
     by_arm: dict[str, dict[str, float]] = {}
     for row in references:
-        if row.arm != UNTRAINED:
+        if row.arm != UNTRAINED and not is_checkpoint(row.arm):
             by_arm.setdefault(row.arm, {})[row.family] = row.reward.mean
     total = sum(families.values())
     return {

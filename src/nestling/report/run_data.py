@@ -145,7 +145,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceRow:
-    """One measured arm on the training families, or on one of them."""
+    """One measured policy on the training families, or on one of them."""
 
     arm: str
     family: str
@@ -208,6 +208,13 @@ class Headline:
     window_steps: int
     no_op: float | None
     no_op_source: Literal["measured", "formula"] | None
+    measured_untrained: Estimate | None
+    """Untrained agent on the training families, in the sweeps; and so on."""
+    measured: Estimate | None
+    """Last checkpoint."""
+    measured_gain: Estimate | None
+    """Paired difference between those two."""
+    measured_step: int | None
     held_out_families: tuple[str, ...]
     held_out: Estimate | None
     """Last checkpoint of the last sweep."""

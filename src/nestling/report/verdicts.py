@@ -66,9 +66,15 @@ def _training(data: RunData) -> Iterator[str]:
     final, untrained, no_op = head.final, head.untrained, head.no_op
     if final is not None and untrained is not None:
         yield (
-            f"Training families: final {_shown(final)} against untrained {_shown(untrained)}; "
+            f"Training episodes: final {_shown(final)} against untrained {_shown(untrained)}; "
             f"{_apart(final, untrained)}."
         )
+    if head.measured_gain is not None and head.measured is not None:
+        yield (
+            f"Measured on the training families, step {head.measured_step}: {_shown(head.measured)}, "
+            f"minus untrained {_gain(head.measured_gain)}."
+        )
+        final = head.measured
     if final is not None and no_op is not None:
         if final.lo is None or final.hi is None:
             where = "cannot be told from one group"
@@ -91,20 +97,18 @@ def _held_out(data: RunData) -> Iterator[str]:
             yield "Held-out families: no trained checkpoint was measured against the untrained agent yet."
         return
     names = ", ".join(head.held_out_families)
-    shows = (
-        "no interval"
-        if gain.lo is None or gain.hi is None
-        else "the interval covers 0"
-        if gain.lo <= 0 <= gain.hi
-        else "the interval is above 0"
-        if gain.lo > 0
-        else "the interval is below 0"
-    )
+    yield f"Held out ({names}), step {head.held_out_step} minus untrained: {_gain(gain)}."
+
+
+def _gain(gain: Estimate) -> str:
+    if gain.lo is None or gain.hi is None:
+        shows = "no interval"
+    elif gain.lo <= 0 <= gain.hi:
+        shows = "the interval covers 0"
+    else:
+        shows = f"the interval is {'above' if gain.lo > 0 else 'below'} 0"
     p = "" if gain.p_value is None else f", p = {gain.p_value:.3g}"
-    yield (
-        f"Held out ({names}), step {head.held_out_step} minus untrained: {gain.mean:+.3f}"
-        f"{_interval(gain)} over {gain.n} pairs{p}; {shows}."
-    )
+    return f"{gain.mean:+.3f}{_interval(gain)} over {gain.n} pairs{p}; {shows}"
 
 
 def _apart(first: Estimate, second: Estimate) -> str:

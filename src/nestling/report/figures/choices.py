@@ -13,6 +13,7 @@ from nestling.report.figures.drawing import (
     band,
     curve,
     drawing,
+    legend,
     panels,
     steps_axis,
 )
@@ -51,8 +52,7 @@ def base_models(data: RunData) -> Drawing:
         axes.set_ylabel("share of accepted jobs")
         axes.set_ylim(-0.03, 1.03)
         steps_axis(axes, steps)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="best")
+        legend(axes)
         rows: list[tuple[Cell, ...]] = [
             (row.step, *share, *estimate_cells(row.better_base))
             for row, share in zip(data.steps, shares, strict=True)
@@ -89,9 +89,7 @@ def config_use(data: RunData) -> Drawing:
         curve(second, steps, keys, "keys per job (right)", SERIES[1])
         second.set_ylabel("keys per accepted job")
         second.set_ylim(bottom=0)
-        handles = [*axes.get_lines(), *second.get_lines()]
-        if handles:
-            axes.legend(handles=handles, loc="best")
+        legend(axes, more=[second])
         rows: list[tuple[Cell, ...]] = [
             (row.step, a, b, row.num_valid) for row, a, b in zip(data.steps, use, keys, strict=True)
         ]
@@ -118,7 +116,7 @@ def config_keys(data: RunData) -> Drawing:
     edges = [step - 0.5 for step in steps] + [steps[-1] + 0.5]
     left_in = 0.3 + 0.08 * max(len(name) for name in names)
     height_in = max(HEIGHT_IN, 0.9 + 0.2 * len(names))
-    with panels(height_in=height_in, left_in=left_in) as (canvas, [axes]):
+    with panels(height_in=height_in, left_in=left_in, top_in=0.12) as (canvas, [axes]):
         mesh = axes.pcolormesh(
             edges,
             [index - 0.5 for index in range(len(names) + 1)],
@@ -164,8 +162,7 @@ def exploration(data: RunData) -> Drawing:
         curve(axes, steps, distinct, "distinct job settings", Series(GREY, ":", "D"))
         axes.set_ylabel("reward, or share")
         steps_axis(axes, steps)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="best")
+        legend(axes)
         rows: list[tuple[Cell, ...]] = [
             (row.step, mean, row.best_of_group, row.group_size, row.distinct_share, row.num_valid)
             for row, mean in zip(data.steps, means, strict=True)

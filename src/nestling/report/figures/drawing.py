@@ -39,6 +39,7 @@ __all__ = [
     "band",
     "curve",
     "drawing",
+    "legend",
     "panels",
     "steps_axis",
 ]
@@ -55,6 +56,7 @@ _INK = "#010203"
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "nestling",
+    "text.parse_math": False,
     "font.family": "sans-serif",
     "font.size": 9.5,
     "axes.titlesize": 9.5,
@@ -130,6 +132,7 @@ def panels(
     height_in: float = HEIGHT_IN,
     left_in: float = 0.68,
     right_in: float = 0.12,
+    top_in: float = 0.38,
 ) -> Iterator[tuple[Canvas, list[Axes]]]:
     """An empty figure in our style with its panels, row by row.
 
@@ -144,7 +147,7 @@ def panels(
             left=left_in / WIDTH_IN,
             right=1 - right_in / WIDTH_IN,
             bottom=0.5 / height_in,
-            top=1 - 0.12 / height_in,
+            top=1 - top_in / height_in,
             wspace=0.8 / (panel_in - 0.4),
             hspace=0.35,
         )
@@ -162,6 +165,29 @@ def drawing(canvas: Canvas, name: str, title: str, caption: str, table: Table) -
         svg=_tidy(buffer.getvalue(), name, title),
         table=table,
     )
+
+
+def legend(axes: Axes, *, more: Sequence[Axes] = ()) -> None:
+    """What the lines are, above the panel so that it hides none; nothing without lines.
+
+    `more`: axes that share the panel.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    for other in more:
+        more_handles, more_labels = other.get_legend_handles_labels()
+        handles += more_handles
+        labels += more_labels
+    if handles:
+        axes.legend(
+            handles,
+            labels,
+            loc="lower left",
+            bbox_to_anchor=(-0.01, 0.99),
+            ncols=len(handles),
+            borderaxespad=0.2,
+            columnspacing=1.2,
+            handlelength=2.4,
+        )
 
 
 def steps_axis(axes: Axes, steps: Sequence[int], label: str = "outer step") -> None:

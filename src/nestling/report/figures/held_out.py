@@ -19,6 +19,7 @@ from nestling.report.figures.drawing import (
     Series,
     band,
     drawing,
+    legend,
     panels,
     steps_axis,
 )
@@ -49,7 +50,7 @@ def rewards(data: RunData) -> Drawing:
             if one.summary is None:
                 continue
             look = _ARMS.get(name, Series(GREY, ":", ""))
-            label = f"{name} job (n = {one.summary.n})"
+            label = f"{name} (n = {one.summary.n})"
             mean = one.summary.reward
             axes.axhline(
                 mean.mean, color=look.color, linestyle=look.dash, linewidth=1.4, label=label
@@ -58,8 +59,7 @@ def rewards(data: RunData) -> Drawing:
                 axes.axhspan(mean.lo, mean.hi, color=look.color, alpha=0.08, linewidth=0)
         axes.set_ylabel("reward")
         steps_axis(axes, steps, "checkpoint after outer step")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="best")
+        legend(axes)
         return drawing(
             canvas,
             "held_out",
@@ -77,7 +77,7 @@ def gains(data: RunData) -> Drawing:
     height = max(HEIGHT_IN * 0.6, 0.9 + 0.28 * len(rows))
     labels = [_gain_label(name, gain) for name, _, gain in reversed(rows)]
     left_in = 0.3 + 0.08 * max(len(label) for label in labels)
-    with panels(height_in=height, left_in=left_in) as (canvas, [axes]):
+    with panels(height_in=height, left_in=left_in, top_in=0.12) as (canvas, [axes]):
         for index, (name, _, gain) in enumerate(reversed(rows)):
             color = SERIES[0].color if is_checkpoint(name) else GREY
             axes.plot([gain.mean], [index], marker="o", linestyle="", color=color)

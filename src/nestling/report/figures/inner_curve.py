@@ -16,7 +16,7 @@ def inner_curve(records: Sequence[StepRecord], name: str) -> Drawing:
     steps = [one.step for one in records]
     means = [one.reward_mean for one in records]
     look = SERIES[0]
-    with panels(height_in=2.0) as (canvas, [axes]):
+    with panels(height_in=2.0, top_in=0.12) as (canvas, [axes]):
         axes.plot(steps, means, color=look.color, marker=look.marker)
         axes.fill_between(
             steps,

@@ -119,7 +119,7 @@ def _grid(
 ) -> Drawing:
     steps = step_numbers(data)
     getters = {column: get for _, lines in plots for column, get in lines.items()}
-    with panels(2, 2, height_in=4.4) as (canvas, all_axes):
+    with panels(2, 2, height_in=4.4, top_in=0.12) as (canvas, all_axes):
         for axes, (ylabel, lines) in zip(all_axes, plots, strict=True):
             for (column, get), look in zip(lines.items(), SERIES, strict=False):
                 values = [get(row) for row in data.steps]

@@ -19,6 +19,7 @@ from nestling.report.figures.drawing import (
     band,
     curve,
     drawing,
+    legend,
     panels,
     steps_axis,
 )
@@ -72,7 +73,7 @@ def reward(data: RunData) -> Drawing:
         arms = _reference_lines(axes, data)
         axes.set_ylabel("reward")
         steps_axis(axes, steps)
-        axes.legend(loc="best", ncols=2)
+        legend(axes)
         table = step_table(data, {"reward": _reward})
         extra = ("no_op_formula", *arms)
         table = Table(
@@ -153,7 +154,7 @@ def uplift(data: RunData) -> Drawing:
         axes.axhline(0.0, color=GREY, linewidth=1.2, linestyle="--", label="no-op (0)")
         axes.set_ylabel("post − best_pre")
         steps_axis(axes, steps)
-        axes.legend(loc="best")
+        legend(axes)
         return drawing(
             canvas,
             "uplift",
@@ -174,8 +175,7 @@ def families(data: RunData) -> Drawing:
             curve(axes, steps, means, name, SERIES[index % len(SERIES)])
         axes.set_ylabel("reward")
         steps_axis(axes, steps)
-        if names:
-            axes.legend(loc="best", ncols=2)
+        legend(axes)
         rows: list[tuple[Cell, ...]] = [
             (
                 row.step,
@@ -216,8 +216,7 @@ def _lines(
         if limits is not None:
             axes.set_ylim(*limits)
         steps_axis(axes, steps)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="best")
+        legend(axes)
         return drawing(canvas, name, title, caption, step_table(data, columns))
 
 
