@@ -152,7 +152,7 @@ def test_unfinished_run_says_so(make_run, tmp_path):
     check(page, source)
     assert "Unfinished: 1 of 5 outer steps done" in page.text
     assert "No held-out gain was measured" in page.text
-    assert "No sweep is recorded" in page.text
+    assert "No sweep with a held-out family is recorded" in page.text
 
 
 def test_empty_run_says_so(tmp_path):
