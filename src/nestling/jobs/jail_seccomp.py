@@ -106,6 +106,14 @@ _DENIED: Final[dict[str, tuple[int | None, int | None]]] = {
     "migrate_pages": (256, 238),
     "move_pages": (279, 239),
     "memfd_secret": (447, 447),
+    "memfd_create": (319, 279),  # no limit of a process counts what such files hold
+    "shmget": (29, 194),  # nor what detached segments hold
+    "shmat": (30, 196),
+    "shmctl": (31, 195),
+    "semget": (64, 190),
+    "semctl": (66, 191),
+    "msgget": (68, 186),
+    "msgctl": (71, 187),
     "uselib": (134, None),
     "vhangup": (153, 58),
     "nfsservctl": (180, 42),

@@ -24,6 +24,7 @@ from nestling.jobs.jail_confine import (
     Confinement,
     confine,
     enter_namespaces,
+    limit_tmp_files,
     load_filter,
     set_process_option,
 )
@@ -34,6 +35,7 @@ __all__ = ["run_zygote"]
 
 _MAX_MESSAGE_BYTES: Final = 4096
 _MAX_FDS: Final = 16
+_TMP_FILES: Final = 4096
 
 
 def run_zygote(control_fd: int) -> None:
@@ -91,6 +93,7 @@ def _become_worker(pipes: list[int], confinement: Confinement, program: bytes) -
         os.setsid()
         os.chdir(JAIL_JOB_DIR)
         _forget_ourselves()
+        limit_tmp_files(_TMP_FILES)
         confine(confinement)
         load_filter(program)
         serve(request_fd, reply_fd, Path(JAIL_JOB_DIR))
