@@ -202,6 +202,28 @@ os.write(4, len(body).to_bytes(4, 'big') + body)
         env.reset([0])
 
 
+@pytest.mark.parametrize("code", ["jail.start", "env.jail.start", "train.timeout", "scorer.died"])
+def test_a_worker_cannot_blame_the_machine_for_its_end(start_with, code):
+    reward = f"""
+import os
+body = b'{{"type":"fault","code":"{code}","detail":"not my fault"}}'
+os.write(4, len(body).to_bytes(4, 'big') + body)
+"""
+    with pytest.raises(JailError) as caught:
+        play(start_with(reward=reward))
+    assert caught.value.reason == "env.crashed"
+
+
+def test_many_quick_answers_end_with_the_life_of_the_environment(start_with):
+    slow = JailLimits(cpu_s=20, processes=12, load_s=20, call_s=2.0, life_s=4.0)
+    env = start_with(reward="import time; time.sleep(0.3)", limits=slow)
+    began = time.monotonic()
+    with pytest.raises(JailError, match="limit of the environment") as caught:
+        [play(env) for _ in range(64)]
+    assert caught.value.reason == "env.deadline"
+    assert time.monotonic() - began < 8
+
+
 def test_the_last_output_of_a_dying_worker_is_in_the_error(start_with):
     env = start_with(reward="import os, sys\nprint('last words', file=sys.stderr)\nos._exit(3)")
     with pytest.raises(JailError, match="last words"):

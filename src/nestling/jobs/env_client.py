@@ -110,6 +110,7 @@ class JailedEnv:
         self._log = bytearray()
         self._log_seen = 0
         self._shown: dict[int, int] = {}
+        self._end_s = clock.monotonic() + limits.life_s
         self._folder = _write_job(files)
         request_read, self._request_fd = os.pipe()
         self._reply_fd, reply_write = os.pipe()
@@ -263,7 +264,7 @@ class JailedEnv:
             wire.decode_request(frame[wire.HEADER_BYTES :])
         except wire.ProtocolError as e:  # our side: refuse before it is sent, the worker lives on
             raise JailError("env.request", str(e)) from e
-        deadline = self._clock.monotonic() + (seconds or self._limits.call_s)
+        deadline = min(self._clock.monotonic() + (seconds or self._limits.call_s), self._end_s)
         try:
             self._send(frame, deadline)
             header = self._receive(wire.HEADER_BYTES, deadline)
@@ -274,7 +275,7 @@ class JailedEnv:
             self._release()
             raise
         if isinstance(reply, wire.Fault):
-            raise self._fault(reply.code, reply.detail)
+            raise self._fault(_own_fault(reply.code), reply.detail)
         if not isinstance(reply, expected):
             wanted = expected.__name__
             raise self._fault("env.protocol", f"a {type(reply).__name__}; expected {wanted}")
@@ -313,7 +314,8 @@ class JailedEnv:
         """Wait for one descriptor, keeping the log pipe empty meanwhile; False to ask again."""
         left = deadline - self._clock.monotonic()
         if left <= 0:
-            raise self._fault("env.deadline", "no answer within the wall-clock limit of the call")
+            limit = "the environment" if deadline == self._end_s else "the call"
+            raise self._fault("env.deadline", f"no answer within the wall-clock limit of {limit}")
         poll = select.poll()
         poll.register(fd, event)
         if self._log_fd >= 0:
@@ -378,6 +380,12 @@ class JailedEnv:
                 setattr(self, name, -1)
                 os.close(fd)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _own_fault(code: str) -> str:
+    """A worker speaks for its job alone: it cannot blame the jail or the machine for its end."""
+    blames_us = not code.startswith("env.") or code.startswith("env.jail")
+    return "env.crashed" if blames_us else code
 
 
 def _batches(items: Sequence[Any]) -> list[Sequence[Any]]:

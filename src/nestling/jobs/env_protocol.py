@@ -163,6 +163,25 @@ class ToolsReply(_Frame, tag="tools_reply"):
     schemas: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=64)]
 
 
+class _ToolParameters(msgspec.Struct):
+    """Arguments of a tool by name, each with a JSON schema of its own."""
+
+    properties: dict[Name, dict[str, Any]] = {}
+
+
+class _ToolFunction(msgspec.Struct):
+    """The part of a tool schema that is read."""
+
+    name: Name
+    parameters: _ToolParameters = msgspec.field(default_factory=_ToolParameters)
+
+
+class _ToolSchema(msgspec.Struct):
+    """A tool as the chat template shows it; other keys may follow."""
+
+    function: _ToolFunction
+
+
 class StartFrame(_Frame):
     """`rollout_env.RolloutStart` on the wire; the prompt is that of the row."""
 
@@ -271,6 +290,7 @@ def decode_reply(body: bytes) -> Reply:
     if isinstance(reply, ToolsReply):
         for schema in reply.schemas:
             check_json(schema)
+            _check_schema(schema)
     elif isinstance(reply, ScoreReply):
         for record in reply.records:
             for value in (record.reward, *record.rewards.values(), *record.metrics.values()):
@@ -300,6 +320,14 @@ def check_json(value: object) -> None:
             stack += [(member, depth + 1) for member in item]
         else:
             _check_leaf(item)
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
+    """OpenAI function form as far as anybody here reads it; the rest of it is the author's."""
+    try:
+        msgspec.convert(schema, _ToolSchema, strict=True)
+    except msgspec.ValidationError as e:
+        raise ProtocolError(f"a tool schema: {e}"[:400]) from e
 
 
 def _check_leaf(item: object) -> None:

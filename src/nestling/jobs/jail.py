@@ -94,6 +94,8 @@ class JailLimits:
     """Wall clock for starting and importing the package."""
     call_s: float = 30.0
     """Wall clock for one batch of rows, tool calls or scores."""
+    life_s: float = 7200.0
+    """Wall clock from start to end: quick answers to very many calls are a hang as well."""
 
 
 @dataclass(slots=True, kw_only=True)

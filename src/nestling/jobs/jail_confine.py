@@ -143,7 +143,7 @@ def limit_tmp_files(count: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     flags = ctypes.c_ulong(_MS_REMOUNT | _MS_NOSUID | _MS_NODEV)
     options = f"nr_inodes={count}".encode()
-    _check(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", flags, options), "limit files of /tmp")  # noqa: S108
+    _check(libc.mount(b"tmpfs", b"/tmp", b"tmpfs", flags, options), "limit files of /tmp")
 
 
 def load_filter(program: bytes) -> None:

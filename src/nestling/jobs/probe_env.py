@@ -15,7 +15,7 @@ from nestling.jobs.rollout_env import RolloutEnv
 
 __all__ = ["PROBE_LIMITS", "EnvOpener", "JailedOpener"]
 
-PROBE_LIMITS = JailLimits(cpu_s=120, load_s=60.0, call_s=20.0)
+PROBE_LIMITS = JailLimits(cpu_s=120, load_s=60.0, call_s=20.0, life_s=120.0)
 """Tighter than in training: a probe plays a few hundred short rollouts."""
 
 
