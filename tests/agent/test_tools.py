@@ -131,9 +131,9 @@ async def test_problems_come_back_with_attempts_left_until_they_are_used_up(
 
 async def test_hostile_manifest_is_a_rejection(tools: AgentTools) -> None:
     await fill(tools)
-    await write_manifest(tools, "a = " + "[" * 50_000)
+    await write_manifest(tools, "a = " + "[" * 4_000)
     assert (await tools.call("submit_job", {})).startswith("rejected")
-    await write_manifest(tools, "a = " + "9" * 10_000)
+    await write_manifest(tools, "a = " + "9" * 4_090)
     assert (await tools.call("submit_job", {})).startswith("rejected")
 
 

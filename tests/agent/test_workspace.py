@@ -270,3 +270,17 @@ def test_no_path_leaves_the_workspace(
     assert {entry.name for entry in base.iterdir()} == {"outside", "w"}
     for name in ("INSTRUCTIONS.md", "TASK.md", "tools/__init__.py"):
         assert workspace.read(name) == STARTING[name]
+
+
+@pytest.mark.parametrize("path", ["job.toml", "./job.toml", "././job.toml"])
+def test_a_manifest_is_too_short_to_take_long_to_parse(tmp_path, path):
+    workspace = Workspace.create(tmp_path / "w", {})
+    with pytest.raises(WorkspaceError, match="4096"):
+        workspace.write(path, ".".join("a" * 4096) + " = 1")
+
+
+def test_counting_occurrences_ends_soon(tmp_path):
+    workspace = Workspace.create(tmp_path / "w", {})
+    workspace.write("data/x.txt", "a" * 131_072)
+    with pytest.raises(WorkspaceError, match="50 times or more"):
+        workspace.edit("data/x.txt", "a" * 65_536, "b")

@@ -1,6 +1,7 @@
 import base64
 import json
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from nestling.families.registry import ALL, get
 from nestling.families.splits import EvalSecret, hidden_items
-from nestling.jobs.leaks import LeakIndex, leak_problems
+from nestling.jobs.leaks import LeakIndex, _words, leak_problems
 from nestling.jobs.rollout_env import Row
 
 LEAKED = 40
@@ -175,3 +176,15 @@ def test_any_text_can_be_scanned(indexed, text, content):
     row = Row(index=0, system_prompt="", prompt=text, data_json=text)
     files = {"data/a.txt": content, "data/b.json": text.encode("utf-8", "replace")}
     assert index.search([row], files) == []
+
+
+def test_lines_made_of_escaped_quotes_are_read_in_linear_time(indexed):
+    files = {"data/x.txt": b'"' + b'\\"' * 100_000, "data/y.txt": b"\\'\"" * 60_000}
+    began = time.process_time()
+    _, index = indexed["ledger"]
+    index.search([], files)
+    assert time.process_time() - began < 10
+
+
+def test_characters_that_swell_when_normalised_stay_small():
+    assert len(_words("\ufdfa\u3316" * 1000 + " x")) < 10

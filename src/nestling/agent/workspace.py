@@ -27,6 +27,7 @@ READ_ONLY_HINT = "INSTRUCTIONS.md, TASK.md and tools/..."
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _WRITABLE_FILES = frozenset({"job.toml"})
 _WRITABLE_FOLDERS = frozenset({"environment", "data"})
+_MAX_COUNTED = 50
 _SCRATCH_NAME = ".nestling-write"
 """Cannot be named by an agent: names never start with a dot."""
 
@@ -41,6 +42,8 @@ class WorkspaceLimits(Frozen):
     max_files: int = Field(64, ge=1, le=10_000)
     """Files of all kinds, the read-only ones included."""
     max_file_bytes: int = Field(131_072, ge=1)
+    max_manifest_bytes: int = Field(4096, ge=1)
+    """Of job.toml, which this process parses: TOML takes time quadratic in the length of a key."""
     max_total_bytes: int = Field(1_048_576, ge=1)
     max_path_chars: int = Field(120, ge=8, le=1024)
     max_depth: int = Field(6, ge=1, le=32)
@@ -98,7 +101,8 @@ class Workspace:
             )
         if found > 1:
             raise WorkspaceError(
-                f"old text occurs {found} times in {path}; add lines around it so that it occurs once"
+                f"old text occurs {found} times{' or more' if found == _MAX_COUNTED else ''} in {path};"
+                " add lines around it so that it occurs once"
             )
         self._store(parts, self._encode(path, text.replace(old, new, 1)))
 
@@ -139,6 +143,8 @@ class Workspace:
 
     def _encode(self, path: str, content: str) -> bytes:
         limit = self.limits.max_file_bytes
+        if "/".join(self._parts(path)) in _WRITABLE_FILES:
+            limit = min(limit, self.limits.max_manifest_bytes)
         if len(content) > limit:
             raise WorkspaceError(f"{path} would have over {limit} bytes; make it shorter")
         if "\x00" in content:
@@ -266,9 +272,9 @@ def _show(path: str) -> str:
 
 
 def _occurrences(text: str, part: str) -> int:
-    """How often `part` occurs, overlaps counted: "aa" is twice in "aaa"."""
+    """How often `part` occurs, overlaps counted: "aa" is twice in "aaa"; stops at `_MAX_COUNTED`."""
     count, at = 0, text.find(part)
-    while at >= 0:
+    while at >= 0 and count < _MAX_COUNTED:
         count, at = count + 1, text.find(part, at + 1)
     return count
 

@@ -31,7 +31,10 @@ from nestling.jobs.rollout_env import Row
 __all__ = ["LeakIndex", "LeakMatch", "leak_problems"]
 
 _WORD: Final = re.compile(r"[^\W_][\w-]*|[^\w\s]")
-_QUOTED: Final = re.compile(r"\"((?:[^\"\\\n]|\\.)*)\"|'((?:[^'\\\n]|\\.)*)'")
+_QUOTED: Final = re.compile(r"(?<!\\)\"((?:[^\"\\\n]|\\.)*)\"|(?<!\\)'((?:[^'\\\n]|\\.)*)'")
+"""A quote after a backslash opens nothing, or lines of them would take quadratic time."""
+_SWOLLEN: Final = re.compile("[\u3300-\u33ff\ufdfa\ufdfb]")
+"""Characters that NFKC makes five or more of; no item has them."""
 _ENCODED: Final = re.compile(r"[A-Za-z0-9+/_=-]{24,}")
 _GRAM: Final = 6
 """Words of a phrase."""
@@ -325,7 +328,8 @@ def _phrases(words: Sequence[str], key: bytes) -> Iterator[bytes]:
 
 def _words(text: str) -> list[str]:
     """Lower-case words, numbers and punctuation marks."""
-    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    plain = _SWOLLEN.sub(" ", text)
+    return _WORD.findall(unicodedata.normalize("NFKC", plain).casefold())
 
 
 def _mark(key: bytes, purpose: str, text: str) -> bytes:

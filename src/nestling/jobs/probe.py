@@ -54,7 +54,7 @@ MIN_ROWS: Final = 16
 MAX_ROWS: Final = 4096
 MAX_PROMPT_CHARS: Final = 8000
 MAX_ROW_CHARS: Final = 32_000
-MAX_DATA_CHARS: Final = 16_000_000
+MAX_DATA_CHARS: Final = 8_000_000
 """Of all rows as JSON; bounds the time of the leak scan."""
 
 _MIN_DISTINCT: Final = 8
