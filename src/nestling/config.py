@@ -10,7 +10,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Literal
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError
@@ -24,7 +24,6 @@ from nestling.outer.config import EmbeddedConfig, OuterConfig
 
 __all__ = [
     "AgentConfig",
-    "EmbeddedLearner",
     "FamiliesConfig",
     "FleetConfig",
     "InnerConfig",
@@ -54,6 +53,8 @@ class AgentConfig(Frozen):
     style: Literal["compact", "full"] = "compact"
     """Prompt: compact for tiny models, full with tool schemas for large ones."""
     max_turns: int = Field(16, ge=2, le=200)
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    """Where the agent is sampled and trained."""
 
 
 class RewardConfig(Frozen):
@@ -89,8 +90,7 @@ class LocalFleet(Frozen):
     """Price of a worker, by its name in the price table."""
 
 
-FleetConfig = Annotated[LocalFleet, Field(discriminator=None)]
-EmbeddedLearner = EmbeddedConfig
+FleetConfig = LocalFleet
 
 
 class ReferenceConfig(Frozen):
@@ -109,7 +109,7 @@ class RunConfig(Frozen):
     agent: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
     outer: OuterConfig = OuterConfig()
-    learner: EmbeddedLearner = EmbeddedConfig()
+    learner: EmbeddedConfig = EmbeddedConfig()
     inner: InnerConfig = InnerConfig()
     fleet: FleetConfig = LocalFleet()
     references: ReferenceConfig = ReferenceConfig()
@@ -205,6 +205,3 @@ def _without_none(value: _Json) -> _Json:
     if isinstance(value, list):
         return [_without_none(item) for item in value]
     return value
-
-
-RECIPES_FOLDER: Final = Path("recipes")

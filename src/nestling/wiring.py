@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from nestling import __version__
 from nestling.agent.episode import EpisodeLimits, EpisodeTask
 from nestling.agent.episode_result import EpisodeResult
 from nestling.agent.job_runner import JobRunner
@@ -23,10 +24,11 @@ from nestling.agent.prompt import PromptRules
 from nestling.config import RunConfig, recipe_toml
 from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError
+from nestling.core.machine import commit, machine_line
 from nestling.core.rundir import ArtifactStore, RunDir, write_atomic
 from nestling.families import bases
 from nestling.families.registry import get
-from nestling.families.splits import EvalSecret, commitment
+from nestling.families.splits import HIDDEN, EvalSecret, commitment
 from nestling.fleet.budget import Budget, load_prices
 from nestling.fleet.handlers import StageSeconds, job_handlers
 from nestling.fleet.runner import FleetRunner, RunnerSettings
@@ -204,6 +206,7 @@ async def play_run(config: RunConfig, folder: Path, hooks: RunHooks | None = Non
     clock = SystemClock()
     async with _writing(run) as writer:
         with run.lock():
+            await writer.run(lambda: _note_facts(config, writer.store))
             async with open_fleet(config, run, writer) as fleet:
                 learner = open_learner(config, run)
                 try:
@@ -258,7 +261,7 @@ def open_learner(config: RunConfig, run: RunDir) -> EmbeddedLearner:
     from nestling.engine.checkpoint import load_model
     from nestling.outer.learners.embedded import EmbeddedLearner
 
-    model = load_model(agent_folder(config.agent.model))
+    model = load_model(agent_folder(config.agent.model), config.agent.device)
     sessions = max(config.learner.num_sessions, config.outer.max_parallel_episodes)
     return EmbeddedLearner(
         model,
@@ -373,6 +376,22 @@ def _open_run(config: RunConfig, folder: Path) -> RunDir:
     run = RunDir.create(folder)
     write_atomic(path, text.encode())
     return run
+
+
+def _note_facts(config: RunConfig, store: RunStore) -> None:
+    """What the report says about the run, and the seal of the hidden sets; the first start wins."""
+    secret = EvalSecret.load_or_create(_state() / "eval-secret")
+    facts = {
+        "run.name": config.name,
+        "run.version": __version__,
+        "run.commit": commit() or "",
+        "run.machine": machine_line(),
+        "run.jail": "none" if config.unsafe_no_jail else "bubblewrap",
+        **{f"commitment.{split}": commitment(secret, split) for split in HIDDEN},
+    }
+    for key, value in facts.items():
+        if value and store.meta(key) is None:
+            store.set_meta(key, value)
 
 
 @asynccontextmanager

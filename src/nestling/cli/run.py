@@ -53,7 +53,7 @@ def command(
 
 def _run(config: RunConfig, folder: Path, console: Console, *, as_json: bool) -> int:
     from nestling.cli.progress import RunProgress
-    from nestling.report import write_report
+    from nestling.report.page import write_report
     from nestling.wiring import RunHooks, play_run
 
     outer = config.outer
