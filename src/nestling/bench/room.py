@@ -1,0 +1,75 @@
+"""A machine room in this process, without workers: for one job, one episode, one benchmark."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from nestling.config import RunConfig
+from nestling.families.splits import EvalSecret
+from nestling.inner.baselines import state_folder
+from nestling.jobs.bundle import Bundle
+from nestling.jobs.outcome import Outcome, StepRecord
+from nestling.jobs.probe_report import ProbeReport
+from nestling.wiring import Room
+
+__all__ = ["RoomRunner", "room_here"]
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def room_here(config: RunConfig, models: Path | None = None) -> Iterator[Room]:
+    """A room that this very thread uses; an interruption reaches it at once.
+
+    Args:
+        config: what is trained and scored; its `unsafe_no_jail` decides about the jail.
+        models: where trained models are kept; None: nowhere.
+
+    Raises:
+        ConfigError: the jail or the base models are missing.
+        OSError: the state folder cannot be made.
+    """
+    state = state_folder()
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    EvalSecret.load_or_create(state / "eval-secret")
+    with tempfile.TemporaryDirectory(prefix="nestling-room-") as scratch:
+        room = Room(config, state, models or Path(scratch))
+        try:
+            yield room
+        finally:
+            room.close()
+
+
+class RoomRunner:
+    """Satisfies what an episode needs of a job runner, over one room; close it before the room."""
+
+    def __init__(self, room: Room, log: Callable[[StepRecord], None]) -> None:
+        self._room = room
+        self._log = log
+        # One thread for all work: a jail dies with the thread that started it.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="room")
+
+    async def check(self, bundle: Bundle, family: str) -> ProbeReport:
+        """Run the probe."""
+        return await self._call(lambda: self._room.check(bundle, family))
+
+    async def run(self, bundle: Bundle, family: str) -> Outcome:
+        """Train and score."""
+        return await self._call(lambda: self._room.run(bundle, family, self._log))
+
+    async def baselines(self, family: str) -> dict[str, float]:
+        """Untrained score of every base on hidden set A."""
+        return await self._call(lambda: self._room.baselines(family))
+
+    def close(self) -> None:
+        """Wait for what runs and end the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def _call(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.wrap_future(self._thread.submit(work))

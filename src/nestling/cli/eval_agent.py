@@ -1,0 +1,193 @@
+"""`nestling eval-agent`: agents on the same tasks and seeds, with intervals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from nestling.cli.options import (
+    families_of,
+    json_option,
+    print_json,
+    print_table,
+    recipe,
+    room_options,
+    say,
+)
+from nestling.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nestling.agent.episode_result import EpisodeResult
+    from nestling.bench.agents import AgentSpec
+    from nestling.outer.plan import EpisodePlan
+    from nestling.outer.sweep_report import Sweep
+
+__all__ = ["command"]
+
+_COLUMNS = (
+    "agent", "family", "n", "reward", "95 % interval", "valid", "jobs ok", "uplift",
+    "gain over noop", "95 % interval", "p",
+)  # fmt: skip
+
+
+@click.command("eval-agent")
+@click.option(
+    "--agents",
+    required=True,
+    metavar="A,B,...",
+    help="noop, random, template, oracle, embedded, embedded:FOLDER with a model or a run.",
+)
+@click.option(
+    "--families",
+    default="held_out",
+    show_default=True,
+    metavar="A,B,...",
+    help="Names, or training, held_out, all.",
+)
+@click.option(
+    "-n", "episodes", type=click.IntRange(1, 10_000), default=8, show_default=True,
+    help="Episodes per agent and family.",
+)  # fmt: skip
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Run folder; the same one continues. Default: runs/eval-..., by the settings.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the figures to this file.",
+)
+@room_options
+@json_option
+def command(
+    agents: str,
+    families: str,
+    episodes: int,
+    seed: int,
+    folder: Path | None,
+    out: Path | None,
+    settings: tuple[str, ...],
+    unsafe_no_jail: bool,
+    as_json: bool,
+) -> int:
+    """Compare agents: every agent meets the same tasks with the same seeds.
+
+    `noop`, a job that trains next to nothing, is always played; gains are paired differences from
+    it, with a sign-flip p-value. Finished episodes are kept, so that the same command continues.
+    """
+    from nestling.bench.compare import compare_agents, default_folder
+    from nestling.core.rundir import write_atomic
+
+    names = families_of(families)
+    config = recipe(settings, unsafe_no_jail=unsafe_no_jail)
+    held_out = config.outer.held_out.model_copy(update={"episodes": episodes})
+    config = config.model_copy(
+        update={
+            "name": "eval",
+            "families": config.families.model_copy(update={"held_out": names}),
+            "outer": config.outer.model_copy(update={"seed": seed, "held_out": held_out}),
+        }
+    )
+    specs = _agents(agents)
+    place = folder or default_folder(config)
+    say(f"{len(specs)} agents, {len(names)} families, {episodes} episodes each, in {place}")
+    try:
+        found = asyncio.run(compare_agents(config, specs, place, _say_episode))
+    except KeyboardInterrupt:
+        say("interrupted; the same command continues")
+        return 130
+    figures = _figures(found, specs, names, place)
+    _print_figures(figures)
+    if out is not None:
+        write_atomic(out, (json.dumps(figures, indent=2) + "\n").encode())
+        say(f"wrote {out}")
+    if as_json:
+        print_json(figures)
+    return 0 if all(row["dead"] == 0 for row in figures["arms"].values()) else 1
+
+
+def _agents(text: str) -> list[AgentSpec]:
+    """The agents that were named, and noop when it was not."""
+    from nestling.bench.agents import read_agent
+
+    labels = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    if "noop" not in labels:
+        labels.insert(0, "noop")
+    specs = [read_agent(label) for label in labels]
+    for spec in specs:
+        twins = [one.label for one in specs if one.arm == spec.arm]
+        if len(twins) > 1:
+            raise ConfigError(
+                f"{' and '.join(twins)} are the same weights; expected different agents; "
+                f"leave one out"
+            )
+    return specs
+
+
+def _say_episode(agent: AgentSpec, plan: EpisodePlan, result: EpisodeResult) -> None:
+    say(
+        f"{agent.label} {plan.family} {plan.member + 1}: {result.outcome_code}, "
+        f"reward {result.reward:.3f}, {result.seconds:.0f} s"
+    )
+
+
+def _figures(
+    found: Sweep, specs: list[AgentSpec], families: tuple[str, ...], folder: Path
+) -> dict[str, Any]:
+    from nestling.bench.compare import arm_figures
+    from nestling.bench.record import commit
+
+    return {
+        "arms": {spec.label: {"arm": spec.arm, **arm_figures(found, spec.arm)} for spec in specs},
+        "by_family": {
+            family: {spec.label: arm_figures(found, spec.arm, family) for spec in specs}
+            for family in families
+        },
+        "families": list(families),
+        "folder": str(folder),
+        "commit": commit(),
+    }
+
+
+def _print_figures(figures: dict[str, Any]) -> None:
+    scopes = [("all", figures["arms"])]
+    if len(figures["families"]) > 1:
+        scopes += list(figures["by_family"].items())
+    else:
+        scopes = [(figures["families"][0], figures["arms"])]
+    rows = [_cells(label, family, row) for family, arms in scopes for label, row in arms.items()]
+    print_table(_COLUMNS, rows)
+
+
+def _cells(label: str, family: str, row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        label,
+        family,
+        f"{row['n']}" + (f" ({row['dead']} dead)" if row["dead"] else ""),
+        _number(row["reward_mean"]),
+        _interval(row["reward_ci"]),
+        _share(row["validity"]),
+        _share(row["job_success"]),
+        _number(row["uplift_mean"], "+"),
+        _number(row["gain_over_noop"], "+"),
+        _interval(row["gain_ci"], "+"),
+        "-" if row["p_value"] is None else f"{row['p_value']:.4f}",
+    )
+
+
+def _number(value: float | None, sign: str = "") -> str:
+    return "-" if value is None else f"{value:{sign}.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
+def _interval(value: list[float] | None, sign: str = "") -> str:
+    return "-" if value is None else f"{value[0]:{sign}.3f} to {value[1]:{sign}.3f}"
