@@ -99,6 +99,23 @@ def test_damaged_bytes_are_refused_and_never_crash(junk: bytes, at: int, patch: 
         }
 
 
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(ModelError, match="not a plain file"):
+        read_weights_file(tmp_path, max_bytes=1000)
+
+
+def test_a_tensor_that_is_named_twice_is_refused() -> None:
+    weights = save(BASE)
+    length = int.from_bytes(weights[:8], "little")
+    header = weights[8 : 8 + length].rstrip()
+    name, entry = next((k, v) for k, v in json.loads(header).items() if k != "__metadata__")
+    header = b"{" + f"{json.dumps(name)}:{json.dumps(entry)},".encode() + header[1:]
+    forged = len(header).to_bytes(8, "little") + header + weights[8 + length :]
+    with pytest.raises(ModelError, match="broken header"):
+        tensor_specs(forged)
+
+
 def test_header_with_absurd_nesting_or_sizes_is_refused() -> None:
     for header in (
         b"[" * 100_000,

@@ -65,10 +65,11 @@ def read_weights_file(folder: Path, *, max_bytes: int) -> bytes:
             f"{path} cannot be opened ({error.strerror}); expected a plain file of weights in the "
             "safetensors format; save the model again"
         ) from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):  # before it is wrapped: Python refuses to wrap a folder
+        os.close(descriptor)
+        raise ModelError(f"{path} is not a plain file; save the model again")
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ModelError(f"{path} is not a plain file; save the model again")
         if status.st_size > max_bytes:
             raise ModelError(
                 f"{path} has {status.st_size} bytes, more than the {max_bytes} that weights of "
@@ -92,7 +93,7 @@ def tensor_specs(weights: bytes) -> dict[str, TensorSpec]:
             "(pickled checkpoints are never read)"
         )
     try:
-        header = json.loads(weights[8 : 8 + header_len])
+        header = json.loads(weights[8 : 8 + header_len], object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise ModelError("weights are not in the safetensors format: broken header") from error
     if not isinstance(header, dict):
@@ -134,6 +135,13 @@ def check_weights(weights: bytes, pinned: Mapping[str, TensorSpec]) -> None:
             raise ModelError(f"tensor {name!r} is {spec.dtype}, expected {base.dtype} or F32")
         if not _all_finite(weights[data_start + spec.begin : data_start + spec.end], spec.dtype):
             raise ModelError(f"tensor {name!r} holds numbers that are not finite")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Of a name given twice, another reader may take the other one."""
+    if len({name for name, _ in pairs}) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return dict(pairs)
 
 
 def _tensor_spec(name: str, entry: object) -> TensorSpec:
