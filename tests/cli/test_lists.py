@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from nestling.bench.agents import read_agent
 from nestling.families import bases
 from nestling.families.registry import ALL, HELD_OUT, get
 from nestling.store.run_store import RunStore
@@ -111,3 +112,38 @@ def test_doctor_names_a_secret_that_others_can_read(
     (tmp_path / "eval-secret").chmod(0o644)
     found = {one["name"]: one for one in here("doctor", "--json").last["checks"]}
     assert "chmod 600" in found["state folder"]["fix"]
+
+
+def test_a_state_folder_that_cannot_be_made_is_a_usage_error(
+    here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("NESTLING_STATE", str(tmp_path / "file" / "state"))
+    for arguments in (["baselines"], ["episode", "--policy", "noop", "--family", "ledger"]):
+        done = here(*arguments)
+        assert done.code == 2
+        assert "NESTLING_STATE" in done.err
+
+
+@pytest.mark.slow
+def test_models_build_runs_and_goes_on(process: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = ["models", "build", "--only", "nano", "--scale", "0.0003", "--out", str(out)]
+    paused = process(*asked, "--deadline-s", "0.1")
+    assert paused.code == 1
+    assert "goes on" in paused.err
+    done = process(*asked)
+    assert done.code == 0, done.err
+    assert bases.get("nano", out).params == bases.get("nano").params
+    assert "nestling models build" in (out / "nano" / "README.md").read_text()
+
+
+@pytest.mark.slow
+def test_models_build_agent_makes_a_model_folder(process: Run, tmp_path: Path) -> None:
+    done = process(
+        "models", "build-agent", "--episodes", "20", "--train-tokens", "2000",
+        "--out", str(tmp_path / "agent"), "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert done.last["tokens"] >= 2000
+    assert read_agent(f"embedded:{tmp_path / 'agent'}").arm.startswith("agent-")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nestling.config import RunConfig
+from nestling.core.errors import ConfigError
 from nestling.families.splits import EvalSecret
 from nestling.inner.baselines import state_folder
 from nestling.jobs.bundle import Bundle
@@ -32,11 +33,10 @@ def room_here(config: RunConfig, models: Path | None = None) -> Iterator[Room]:
         models: where trained models are kept; None: nowhere.
 
     Raises:
-        ConfigError: the jail or the base models are missing.
-        OSError: the state folder cannot be made.
+        ConfigError: the jail is missing, or the state folder cannot be made.
+        ModelError: the base models are missing.
     """
-    state = state_folder()
-    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    state = _state()
     EvalSecret.load_or_create(state / "eval-secret")
     with tempfile.TemporaryDirectory(prefix="nestling-room-") as scratch:
         room = Room(config, state, models or Path(scratch))
@@ -73,3 +73,15 @@ class RoomRunner:
 
     async def _call(self, work: Callable[[], _T]) -> _T:
         return await asyncio.wrap_future(self._thread.submit(work))
+
+
+def _state() -> Path:
+    state = state_folder()
+    try:
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"the state folder {state} cannot be made: {error.strerror}; expected a folder you may "
+            f"write to; set NESTLING_STATE to one"
+        ) from error
+    return state

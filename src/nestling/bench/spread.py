@@ -7,9 +7,9 @@ rubric that pays mostly for the form of the answer.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from statistics import fmean
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from nestling.agent.rubrics import RUBRICS, render_rubric
 from nestling.bench.record import Measured
 from nestling.bench.room import room_here
 from nestling.config import RunConfig
-from nestling.core.errors import ConfigError
+from nestling.core.errors import ConfigError, NestlingError
 from nestling.core.seeds import stream
 from nestling.families.registry import TRAINING
 from nestling.inner.spread import ReferenceJob, SpreadRow, reference_jobs, spread
@@ -26,7 +26,7 @@ from nestling.jobs.bundle import Bundle
 from nestling.jobs.template import EXACT_REWARD, TASKSET_PATH, template_job
 from nestling.wiring import Room
 
-__all__ = ["JOBS", "measure", "summarise"]
+__all__ = ["JOBS", "measure", "summarise", "with_bad_rubric"]
 
 JOBS: Final = (
     "template",
@@ -115,11 +115,26 @@ def _all_rows(
         for family in families:
             yield from _family_rows(config, family, seeds, jobs)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(families)), mp_context=context) as pool:
-        asked = [pool.submit(_family_rows, config, family, seeds, jobs) for family in families]
-        for one in asked:
-            yield from one.result()
+    asked = [(config, family, seeds, jobs) for family in families]
+    slots = min(workers, len(families))
+    # Leaving the block ends the workers, so an interruption of this process alone is enough.
+    with multiprocessing.get_context("spawn").Pool(slots, initializer=_leave_to_parent) as pool:
+        for rows in pool.imap(_worker_rows, asked):
+            yield from rows
+
+
+def _leave_to_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _worker_rows(asked: tuple[RunConfig, str, int, Sequence[str]]) -> list[SpreadRow]:
+    """Errors with more than a text do not survive the way to another process."""
+    try:
+        return _family_rows(*asked)
+    except ConfigError:
+        raise
+    except NestlingError as error:
+        raise NestlingError(f"{asked[1]}: {error}") from None
 
 
 def _family_rows(
@@ -144,12 +159,12 @@ def _references(family: str, room: Room) -> list[ReferenceJob]:
         template_job(family),
         base=best,
         small_base=min(others, key=lambda name: others[name]) if others else best,
-        rubrics={_RUBRIC: _with_rubric(family)},
+        rubrics={_RUBRIC: with_bad_rubric(family)},
     )
 
 
-def _with_rubric(family: str) -> Bundle:
-    """The template with the rubric that pays mostly for form."""
+def with_bad_rubric(family: str) -> Bundle:
+    """The family's template with the rubric that pays mostly for form."""
     template = template_job(family)
     text = template.files[TASKSET_PATH].decode()
     assert text.count(EXACT_REWARD) == 1, "the template pays for exact answers"
@@ -173,7 +188,9 @@ def _over_families(rows: Sequence[SpreadRow]) -> dict[str, Any]:
     interval = mean_interval(means) if means else None
     return {
         "uplift_mean": interval.mean if interval else None,
-        "uplift_ci": [interval.lo, interval.hi] if interval and interval.n > 1 else None,
+        "uplift_ci": [max(interval.lo, -1.0), min(interval.hi, 1.0)]
+        if interval and interval.n > 1
+        else None,
         "families": len(means),
         "cpu_s_mean": fmean(row.cpu_s_mean for row in rows),
         "failures": sum(len(row.failures) for row in rows),

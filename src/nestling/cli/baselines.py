@@ -34,6 +34,7 @@ __all__ = ["command"]
 def command(families: str, items: int, split: Literal["a", "b"], as_json: bool) -> int:
     """Score the untrained base models; what was computed before is read from the state folder."""
     from nestling.bench.room import room_here
+    from nestling.families.base_card import wilson
 
     names = families_of(families)
     # No job runs here, so no jail is needed: our own tools and graders score our own models.
@@ -49,8 +50,8 @@ def command(families: str, items: int, split: Literal["a", "b"], as_json: bool) 
     }
     rows = []
     for one in found:
-        interval = one.interval()
-        share = f"{interval.lo:.3f} to {interval.hi:.3f}"
+        lo, hi = wilson(one.mean, one.n)
+        share = f"{lo:.3f} to {hi:.3f}"
         mark = "best" if best[one.family] == one.base else ""
         rows.append((one.family, one.base, f"{one.mean:.3f}", share, mark))
     print_table(("family", "base model", "score", "95 % interval", ""), rows)
@@ -67,11 +68,12 @@ def command(families: str, items: int, split: Literal["a", "b"], as_json: bool) 
 
 
 def _entry(baseline: Baseline) -> dict[str, object]:
-    interval = baseline.interval()
+    from nestling.families.base_card import wilson
+
     return {
         "family": baseline.family,
         "base_model": baseline.base,
         "score": baseline.mean,
-        "score_ci": [interval.lo, interval.hi],
+        "score_ci": list(wilson(baseline.mean, baseline.n)),
         "n": baseline.n,
     }
