@@ -231,6 +231,15 @@ def test_the_last_output_of_a_dying_worker_is_in_the_error(start_with):
     assert "last words" in env.log_tail()
 
 
+def test_an_error_holds_no_control_characters(start_with):
+    evil = (
+        "import os\nos.write(1, b'\\x1b[2J\\x1b]0;owned\\x07 \\xe2\\x80\\xae words')\nos._exit(1)"
+    )
+    with pytest.raises(JailError, match="words") as caught:
+        play(start_with(reward=evil))
+    assert caught.value.detail.replace("\n", "").isprintable()
+
+
 def test_a_nan_reward_is_an_error_of_its_rollout_only(start_with):
     env = start_with(reward="if trace.last_reply == 'x': return float('nan')")
     assert "finite" in str(play(env).error)

@@ -356,7 +356,7 @@ class JailedEnv:
             self._drain_to_end()
         tail = self.log_tail()[-1000:]
         self._release()
-        return JailError(code, f"{detail}; its last output: {tail}" if tail else detail)
+        return JailError(code, _printable(f"{detail}; its last output: {tail}" if tail else detail))
 
     def _drain_to_end(self) -> str:
         with contextlib.suppress(OSError):
@@ -386,6 +386,11 @@ def _own_fault(code: str) -> str:
     """A worker speaks for its job alone: it cannot blame the jail or the machine for its end."""
     blames_us = not code.startswith("env.") or code.startswith("env.jail")
     return "env.crashed" if blames_us else code
+
+
+def _printable(text: str) -> str:
+    """Without control characters, which could rewrite the terminal of whoever reads it."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
 def _batches(items: Sequence[Any]) -> list[Sequence[Any]]:

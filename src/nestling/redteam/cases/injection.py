@@ -95,6 +95,8 @@ def terminal(room: TargetRoom) -> Happened:
         found += [line for line in report.lines() if not line.isprintable()]
         if report.ok:
             found.append("accepted")
+        detail = room.train(job).detail
+        found += [] if detail.replace("\n", "").isprintable() else [detail]
     return Happened(
         what="; ".join(found) or "every message is printable",
         succeeded=bool(found),
