@@ -110,7 +110,6 @@ class JailedEnv:
         self._log = bytearray()
         self._log_seen = 0
         self._shown: dict[int, int] = {}
-        self._end_s = clock.monotonic() + limits.life_s
         self._folder = _write_job(files)
         request_read, self._request_fd = os.pipe()
         self._reply_fd, reply_write = os.pipe()
@@ -151,6 +150,7 @@ class JailedEnv:
         if not jail.unsafe:
             grouped = self._process.cgroup is not None
             self._isolation = "namespaces+cgroup" if grouped else "namespaces"
+        self._end_s = clock.monotonic() + limits.life_s  # a zygote may still have been importing
 
     def load(self, env_args: dict[str, Any]) -> None:
         """Import the package; done by `open_env`."""
@@ -226,7 +226,7 @@ class JailedEnv:
                     reward=0.0 if frame.error is not None else frame.reward,
                     rewards=frame.rewards,
                     metrics=frame.metrics,
-                    error=frame.error,
+                    error=None if frame.error is None else _printable(frame.error),
                 )
                 for frame in reply.records
             ]
