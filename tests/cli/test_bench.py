@@ -63,12 +63,14 @@ def test_a_template_that_fails_has_no_figure() -> None:
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_bad_rubric_is_the_template_with_another_reward(family: str) -> None:
-    template, bad = template_job(family), with_bad_rubric(family)
+@pytest.mark.parametrize("job", ["mostly_format", "format_only"])
+def test_bad_rubric_is_the_template_with_another_reward(family: str, job: str) -> None:
+    template, bad = template_job(family), with_bad_rubric(family, job)
     changed = {path for path in template.files if template.files[path] != bad.files[path]}
     assert changed == {TASKSET_PATH}
     compile(bad.files[TASKSET_PATH], TASKSET_PATH, "exec")
     assert b"well_formed" in bad.files[TASKSET_PATH]
+    assert (b"correct" in bad.files[TASKSET_PATH]) is (job == "mostly_format")
 
 
 def test_registry_names_modules_that_measure() -> None:

@@ -1,7 +1,7 @@
 """How far good and bad jobs lie apart: the template, ways to do worse, and doing nothing.
 
-An agent can only learn where a better job scores higher. Jobs are those of `inner.spread`, with a
-rubric that pays mostly for the form of the answer.
+An agent can only learn where a better job scores higher. Jobs are those of `inner.spread`, with
+rubrics that pay mostly, or only, for the form of the answer.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, Final
 
 from nestling.agent.rubrics import RUBRICS, render_rubric
@@ -34,10 +35,12 @@ JOBS: Final = (
     "few_samples",
     "small_base",
     "mostly_format",
+    "format_only",
     "noop",
 )
-"""The template; three settings changed for the worse; another rubric; nothing done at all."""
-_RUBRIC: Final = "mostly_format"
+"""The template; three settings changed for the worse; two other rubrics; nothing done at all."""
+_RUBRICS: Final = MappingProxyType({"mostly_format": "mostly_format", "format_only": "format"})
+"""Job to rubric. The probe refuses `format_only`; it shows what that refusal prevents."""
 _COLUMNS: Final = (
     "family", "job", "base", "untrained", "trained", "uplift", "95 % interval", "CPU s", "failed",
 )  # fmt: skip
@@ -159,16 +162,16 @@ def _references(family: str, room: Room) -> list[ReferenceJob]:
         template_job(family),
         base=best,
         small_base=min(others, key=lambda name: others[name]) if others else best,
-        rubrics={_RUBRIC: with_bad_rubric(family)},
+        rubrics={job: with_bad_rubric(family, job) for job in _RUBRICS},
     )
 
 
-def with_bad_rubric(family: str) -> Bundle:
-    """The family's template with the rubric that pays mostly for form."""
+def with_bad_rubric(family: str, job: str) -> Bundle:
+    """The family's template with the rubric of `mostly_format` or `format_only`."""
     template = template_job(family)
     text = template.files[TASKSET_PATH].decode()
     assert text.count(EXACT_REWARD) == 1, "the template pays for exact answers"
-    rewards = render_rubric(RUBRICS[_RUBRIC], stream(0, "spread", _RUBRIC, family))
+    rewards = render_rubric(RUBRICS[_RUBRICS[job]], stream(0, "spread", job, family))
     changed = text.replace(EXACT_REWARD, rewards).encode()
     return Bundle.from_files({**template.files, TASKSET_PATH: changed})
 
