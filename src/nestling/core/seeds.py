@@ -19,4 +19,4 @@ def derive_seed(root: int | bytes, *names: str | int) -> int:
 
 def stream(root: int | bytes, *names: str | int) -> random.Random:
     """A generator for one named purpose; not for secrets that must resist prediction."""
-    return random.Random(derive_seed(root, *names))  # noqa: S311 (reproducible on purpose)
+    return random.Random(derive_seed(root, *names))
