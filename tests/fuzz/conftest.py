@@ -23,6 +23,18 @@ VALUES = [None, True, False, 0, -1, 2**31, 2**53, 2**70, 1e308, -0.0, "", "x" * 
           "../x", [], {}, [[]], {"a": {}}, [0] * 3000, "1", "\u0661", 1.5]  # fmt: skip
 
 
+def _nodes(tree: object) -> list[tuple[dict | list, object]]:
+    found: list[tuple[dict | list, object]] = []
+    todo: list[object] = [tree]
+    while todo:
+        node = todo.pop()
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            found.append((node, key))
+            if isinstance(value, dict | list):
+                todo.append(value)
+    return found
+
+
 def _reshape(data: bytes, rng: random.Random) -> bytes | None:
     """The JSON object inside the data with one node replaced, doubled or dropped; None without one."""
     start, end = data.find(b"{"), data.rfind(b"}") + 1
@@ -30,15 +42,7 @@ def _reshape(data: bytes, rng: random.Random) -> bytes | None:
         tree = json.loads(data[start:end])
     except (ValueError, RecursionError):
         return None
-    nodes: list[tuple[dict | list, object]] = []
-    todo: list[object] = [tree]
-    while todo:
-        node = todo.pop()
-        members = node.items() if isinstance(node, dict) else enumerate(node)
-        for key, value in members:
-            nodes.append((node, key))
-            if isinstance(value, dict | list):
-                todo.append(value)
+    nodes = _nodes(tree)
     if not nodes:
         return None
     for _ in range(rng.choice((1, 1, 2, 4))):

@@ -32,7 +32,7 @@ def test_cases_are_chosen_by_id_kind_or_wildcard():
     assert {case.kind for case in select(["network"])} == {"network"}
     assert {case.id.split("-")[0] for case in select(["net-*", "bomb-*"])} == {"net", "bomb"}
     assert select() == list(ALL)
-    with pytest.raises(ConfigError, match="no red-team case matches nothing-*"):
+    with pytest.raises(ConfigError, match=r"no red-team case matches nothing-\*"):
         select(["net-*", "nothing-*"])
 
 
