@@ -128,6 +128,10 @@ class _DemoSession:
     async def act(self) -> AgentTurn:
         return AgentTurn(text=self._next if self._next is not None else "done")
 
+    async def replay(self, turn: AgentTurn) -> AgentTurn | None:
+        own = await self.act()
+        return own if own.text == turn.text else None
+
     async def observe(self, tool_result: str) -> None:
         try:
             self._next = self._turns.send(tool_result)

@@ -23,6 +23,7 @@ from nestling.agent.reward import compute_terms
 from nestling.agent.stage import StageFailedError, stage
 from nestling.agent.starting_files import episode_examples, template_gaps, workspace_files
 from nestling.agent.tools import Accepted, AgentTools, ToolLimits
+from nestling.agent.turn_log import TurnFlow, TurnLog, storable
 from nestling.agent.workspace import Workspace
 from nestling.core.clock import Clock, SystemClock
 from nestling.core.frozen import Frozen
@@ -73,9 +74,10 @@ class EpisodeTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeEvent:
-    """Something worth telling while an episode runs: `begun`, `turn`, `dispatched` or `finished`."""
+    """Something worth telling while an episode runs."""
 
     kind: str
+    """`begun`, `replayed`, `turn`, `dispatched` or `finished`."""
     task_id: str
     detail: str = ""
     """One line for a person."""
@@ -99,13 +101,15 @@ async def run_episode(
     policy: Policy,
     runner: JobRunner,
     *,
+    turn_log: TurnLog | None = None,
     events: EventSink | None = None,
     clock: Clock | None = None,
 ) -> EpisodeResult:
     """Play one episode to its reward.
 
     Given the task's two seeds, a deterministic policy and a deterministic runner, the result is the
-    same each time except for its seconds.
+    same each time except for its seconds. With a `turn_log` every turn is recorded, and those
+    recorded by an earlier try that was cut off are not sampled again.
     """
     watch = clock or SystemClock()
     tell = _teller(task, events)
@@ -118,13 +122,19 @@ async def run_episode(
     talk = _Talk()
     tools: AgentTools | None = None
     outcome: Outcome | None = None
+    recorded = await turn_log.recorded() if turn_log is not None else ()
+    if recorded:
+        tell("replayed", f"{len(recorded)} turns of an earlier try")
     try:
         with _folder(task) as folder:
             async with stage("workspace", task.limits.turn_s):
                 files = workspace_files(task.family, examples, task.rules)
                 workspace = Workspace.create(folder, files, task.rules.workspace)
             tools = _tools(task, workspace, runner)
-            await _converse(task, prompt, policy, tools, talk, tell)
+            async with stage("policy", task.limits.turn_s):
+                session = policy.begin(prompt, task.policy_seed)
+            flow = TurnFlow(session, turn_log, recorded)
+            await _converse(task, session, flow, tools, talk, tell)
             if tools.accepted is not None:
                 tell("dispatched", tools.accepted.bundle.job_hash)
                 outcome = await _train(task, tools.accepted, runner)
@@ -138,17 +148,15 @@ async def run_episode(
 
 async def _converse(
     task: EpisodeTask,
-    prompt: AgentPrompt,
-    policy: Policy,
+    session: PolicySession,
+    flow: TurnFlow,
     tools: AgentTools,
     talk: _Talk,
     tell: Callable[[str, str], None],
 ) -> None:
     """Let the agent work until its job is accepted or the talk ends for another reason."""
-    async with stage("policy", task.limits.turn_s):
-        session = policy.begin(prompt, task.policy_seed)
     try:
-        talk.ending = await _turns(task, session, tools, talk, tell)
+        talk.ending = await _turns(task, flow, tools, talk, tell)
     except ContextFullError as error:
         talk.ending, talk.detail = "context_full", str(error)
     finally:
@@ -158,7 +166,7 @@ async def _converse(
 
 async def _turns(
     task: EpisodeTask,
-    session: PolicySession,
+    flow: TurnFlow,
     tools: AgentTools,
     talk: _Talk,
     tell: Callable[[str, str], None],
@@ -166,8 +174,7 @@ async def _turns(
     """The turns; returns why they ended."""
     num_malformed = 0
     for _ in range(task.rules.max_turns):
-        async with stage("policy", task.limits.turn_s):
-            turn = await session.act()
+        turn = await flow.next(task.limits.turn_s)
         parsed = _parse(turn)
         if isinstance(parsed, FinalAnswer):
             talk.turns.append(_record(turn))
@@ -185,8 +192,7 @@ async def _turns(
             return "attempts_used_up"
         if num_malformed >= task.limits.max_malformed_calls:
             return "malformed_calls"
-        async with stage("policy", task.limits.turn_s):
-            await session.observe(answer)
+        await flow.observe(answer, task.limits.turn_s)
     return "max_turns"
 
 
@@ -201,8 +207,8 @@ def _parse(turn: AgentTurn) -> ToolCall | FinalAnswer | MalformedCall:
 def _record(turn: AgentTurn, name: str | None = None, answer: str | None = None) -> TurnRecord:
     return TurnRecord(
         role="assistant",
-        text=turn.text.encode("utf-8", "replace").decode(),
-        tool=None if name is None else name[:80].encode("utf-8", "replace").decode(),
+        text=storable(turn.text),
+        tool=None if name is None else storable(name[:80]),
         result=answer,
         tokens=len(turn.ids),
         truncated=turn.truncated,
@@ -285,7 +291,7 @@ def _result(
         reward=terms[task.rules.reward_kind].total,
         terms=terms,
         outcome_code=talk.ending,
-        detail=talk.detail.encode("utf-8", "replace").decode(),
+        detail=storable(talk.detail),
         attempts=attempts,
         valid_attempt=accepted.attempt.number if accepted is not None else None,
         manifest=manifests[-1] if manifests else None,

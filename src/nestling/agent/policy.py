@@ -47,7 +47,7 @@ class Trajectory(Frozen):
 
 
 class PolicySession(Protocol):
-    """One episode of one policy. Calls alternate: act, observe, act, ...; close ends it.
+    """One episode of one policy. Calls alternate: act or replay, observe, ...; close ends it.
 
     `act` raises `ContextFullError` when there is no room, `NestlingError` or `OSError` when the
     policy is dead; anything else counts as a bug and stops the run.
@@ -55,6 +55,13 @@ class PolicySession(Protocol):
 
     async def act(self) -> AgentTurn:
         """The next turn."""
+        ...
+
+    async def replay(self, turn: AgentTurn) -> AgentTurn | None:
+        """Take over a recorded turn in place of `act`; the turn as `act` gave it then.
+
+        None when this session could not have said it: nothing is taken over, and `act` goes on.
+        """
         ...
 
     async def observe(self, tool_result: str) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from nestling.agent.policy import AgentTurn, ContextFullError, Trajectory
 from nestling.agent.prompt import AgentPrompt
+from nestling.agent.turn_log import storable
 from nestling.core.seeds import derive_seed
 from nestling.engine.chat import Message, prompt_ids, tool_result_ids
 from nestling.engine.tokenizer import Tokenizer
@@ -108,12 +109,18 @@ class TokenSession:
         ids, logprobs = tuple(sampled.ids), tuple(sampled.logprobs)
         if len(ids) != len(logprobs):
             raise ValueError(f"sampler gave {len(ids)} ids but {len(logprobs)} logprobs")
-        self._num_turns += 1
-        self._append(ids, logprobs)
-        end = policy.tokenizer.turn_end_id
-        self._turn_open = not ids or ids[-1] != end
-        text = policy.tokenizer.decode(ids if self._turn_open else ids[:-1])
-        return AgentTurn(text=text, ids=ids, logprobs=logprobs, truncated=not sampled.stopped)
+        return self._take(self._turn(ids, logprobs, truncated=not sampled.stopped))
+
+    async def replay(self, turn: AgentTurn) -> AgentTurn | None:
+        """Append recorded tokens; None when they do not fit or the tokenizer reads them otherwise."""
+        policy = self._policy
+        room = min(policy.max_total_tokens - len(self._ids), policy.max_turn_tokens)
+        fits = 0 < len(turn.ids) == len(turn.logprobs) <= room
+        known = all(0 <= token < policy.tokenizer.vocab_size for token in turn.ids)
+        if self._is_closed or not fits or not known:
+            return None
+        own = self._turn(turn.ids, turn.logprobs, truncated=turn.truncated)
+        return self._take(own) if storable(own.text) == turn.text else None
 
     async def observe(self, tool_result: str) -> None:
         """Append the result; a turn that was cut is first closed by a turn end that was not sampled."""
@@ -139,6 +146,20 @@ class TokenSession:
             prompt_len=self._prompt_len,
             temperature=self._policy.temperature,
         )
+
+    def _turn(
+        self, ids: tuple[int, ...], logprobs: tuple[float, ...], *, truncated: bool
+    ) -> AgentTurn:
+        tokenizer = self._policy.tokenizer
+        said = ids[:-1] if ids and ids[-1] == tokenizer.turn_end_id else ids
+        text = tokenizer.decode(said)
+        return AgentTurn(text=text, ids=ids, logprobs=logprobs, truncated=truncated)
+
+    def _take(self, turn: AgentTurn) -> AgentTurn:
+        self._num_turns += 1
+        self._append(turn.ids, turn.logprobs)
+        self._turn_open = not turn.ids or turn.ids[-1] != self._policy.tokenizer.turn_end_id
+        return turn
 
     def _append(self, ids: tuple[int, ...], logprobs: tuple[float, ...] | None = None) -> None:
         self._ids += ids

@@ -16,6 +16,7 @@ from nestling.agent.policy import AgentTurn, Trajectory
 from nestling.agent.prompt import AgentPrompt
 from nestling.agent.rubrics import RUBRICS, render_rubric
 from nestling.agent.tools import ACCEPTED
+from nestling.agent.turn_log import storable
 from nestling.engine.chat import render_call
 from nestling.families.registry import get as get_family
 from nestling.jobs.bounds import SMALL, Bounds, Key, number
@@ -54,13 +55,24 @@ class _ScriptedSession:
     def __init__(self, turns: Generator[str, str, None]) -> None:
         self._turns = turns
         self._result: str | None = None
+        self._unsaid: str | None = None
 
     async def act(self) -> AgentTurn:
+        if self._unsaid is not None:
+            text, self._unsaid = self._unsaid, None
+            return AgentTurn(text=text)
         try:
             text = next(self._turns) if self._result is None else self._turns.send(self._result)
         except StopIteration:
             text = _GIVE_UP
         return AgentTurn(text=text)
+
+    async def replay(self, turn: AgentTurn) -> AgentTurn | None:
+        own = await self.act()
+        if storable(own.text) == turn.text:
+            return own
+        self._unsaid = own.text
+        return None
 
     async def observe(self, tool_result: str) -> None:
         self._result = tool_result
