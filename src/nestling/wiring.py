@@ -317,15 +317,16 @@ async def _train(
     def make_runner(plan: EpisodePlan) -> JobRunner:
         return fleet.for_episode(plan.episode_id, plan.group_id)
 
+    log = StoreLog(writer, policy=config.agent.model)
     player = AgentPlayer(
         learner=learner,
         tokenizer=learner.tokenizer,
         make_runner=make_runner,
         make_task=lambda plan: episode_task(config, plan),
         config=config.outer,
+        turn_log=log.turn_log,
         clock=clock,
     )
-    log = StoreLog(writer, policy=config.agent.model)
     families = config.families.held_out
     if config.references.training_families:
         families = (*config.families.training, *families)
@@ -348,6 +349,7 @@ async def _train(
         on_step=told.on_step,
         on_episode=told.on_episode,
         measure=measure,
+        open_policy=learner.open_policy,
     )
 
 

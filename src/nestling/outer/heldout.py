@@ -161,11 +161,15 @@ _Episodes = list[PlayedEpisode | DeadEpisode]
 
 async def _play_arm(stage: Stage, log: RunLog, arm: Arm, group: GroupPlan) -> _Episodes:
     """All episodes of one arm and family, in order; only those not recorded yet are played."""
+
+    async def policy(begun_with: int | None) -> tuple[int, PlayPlan]:  # noqa: ARG001 (an arm has one)
+        return arm.version, arm.play
+
     await log.group_opened(group)
     known = {one.plan.episode_id: one for one in await log.finished_episodes([group])}
     async with asyncio.TaskGroup() as tasks:
         fresh = [
-            tasks.create_task(stage.play(plan, lambda: (arm.version, arm.play)))
+            tasks.create_task(stage.play(plan, policy))
             for plan in group.episodes
             if plan.episode_id not in known
         ]

@@ -8,8 +8,9 @@ finished is discarded.
 
 A step is: one update over its rows (none when no group has anything to teach; the step is then
 recorded as skipped), save, commit, publish. A crash at any point resumes at the last committed step
-with the learner saved there; finished episodes of groups that are not spent yet are used again,
-all others are played with the seeds of the run's plan.
+with the learner saved there. Finished episodes of groups that are not spent yet are used again;
+episodes that were cut off go on after their last recorded turn with the version that began them, or
+start again when it is gone; all others are played with the seeds of the run's plan.
 
 With max_staleness 0 and a learner that samples independently of its neighbours, a resumed run gives
 the same weights as an undisturbed one. With more, which groups meet in a step depends on timing.
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 from nestling.agent.episode_result import EpisodeResult
 from nestling.core.clock import Clock
-from nestling.core.errors import ConfigError, FleetError
+from nestling.core.errors import ConfigError, FleetError, LearnerError
 from nestling.outer.batch import Batch, DeadEpisode, FinishedGroup, PlayedEpisode, build_batch
 from nestling.outer.config import OuterConfig
 from nestling.outer.learner import Handle, Learner, LossSpec, LossStats, StepStats
@@ -33,13 +34,15 @@ from nestling.outer.play import EpisodePlayer, OnEpisode, PlayPlan, Stage, first
 from nestling.outer.run_log import Progress, RunLog
 from nestling.outer.step_report import StepReport, UpdateStats, step_report
 
-__all__ = ["Measure", "OnStep", "train"]
+__all__ = ["Measure", "OnStep", "OpenPolicy", "train"]
 
 logger = logging.getLogger(__name__)
 
 Measure = Callable[[int, Handle], Awaitable[None]]
 """Measures a published policy after a step; runs beside training."""
 OnStep = Callable[[StepReport], None]
+OpenPolicy = Callable[[str], Awaitable[Handle]]
+"""A saved learner as a policy to sample, by its reference; raises `LearnerError`."""
 
 _MAX_DEAD_STEPS = 3
 """Consecutive steps without one finished episode after which the machine room must be broken."""
@@ -56,6 +59,7 @@ async def train(
     on_step: OnStep | None = None,
     on_episode: OnEpisode | None = None,
     measure: Measure | None = None,
+    open_policy: OpenPolicy | None = None,
 ) -> Progress:
     """Train until `config.steps` steps are committed; picks up where `log` stands.
 
@@ -66,7 +70,7 @@ async def train(
     if not families:
         raise ConfigError("no training families; expected at least one name, for example 'ledger'")
     run = _Run(config, learner, player, log, families, clock, on_episode)
-    run.on_step, run.measure = on_step, measure
+    run.on_step, run.measure, run.open_policy = on_step, measure, open_policy
     try:
         return await run.go()
     except BaseExceptionGroup as group:
@@ -86,6 +90,7 @@ class _Run:
 
     on_step: OnStep | None = None
     measure: Measure | None = None
+    open_policy: OpenPolicy | None = None
 
     def __init__(
         self,
@@ -111,6 +116,9 @@ class _Run:
         )
         self._ready: list[FinishedGroup] = []
         self._wake = asyncio.Event()
+        self._opening = asyncio.Lock()
+        self._earlier: dict[int, Handle] = {}
+        """Policies opened again for episodes that began with them before the run was cut off."""
         self._next_group = 0
         self._dead_steps = 0
         self._progress: Progress
@@ -216,14 +224,41 @@ class _Run:
         )
         self._wake.set()
 
-    def _policy(self) -> tuple[int, PlayPlan]:
-        """The newest policy when a place is free: less stale than that of the group's admission."""
-        handle = self._handle
+    async def _policy(self, begun_with: int | None) -> tuple[int, PlayPlan]:
+        """The newest policy when a place is free: less stale than that of the group's admission.
+
+        An episode that was cut off goes on with the version that began it, if that can be had.
+        """
+        handle = await self._opened(begun_with) or self._handle
 
         async def play(plan: EpisodePlan) -> EpisodeResult:
             return await self._player.play(plan, handle)
 
         return handle.version, play
+
+    async def _opened(self, version: int | None) -> Handle | None:
+        """The policy with this version; None when there is none any more."""
+        if version is None:
+            return None
+        if version == self._handle.version:
+            return self._handle
+        async with self._opening:  # one copy, however many episodes ask for it
+            if version in self._earlier or self.open_policy is None:
+                return self._earlier.get(version)
+            ref = await self._log.learner_ref(version)
+            if ref is None:
+                return None
+            try:
+                handle = await self.open_policy(ref)
+            except LearnerError as error:
+                logger.warning(
+                    "version %d cannot be opened, its episodes restart: %s", version, error
+                )
+                return None
+            if handle.version != version:
+                return None
+            self._earlier[version] = handle
+            return handle
 
     async def _take(self) -> list[FinishedGroup]:
         """The next step's groups: those with the oldest weights among the finished ones."""
@@ -275,6 +310,7 @@ class _Run:
         self._progress = progress
         if update:
             self._handle = await self._learner.publish()
+        self._earlier.clear()
         return report
 
     def _count_dead(self, groups: list[FinishedGroup]) -> None:

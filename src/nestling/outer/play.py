@@ -14,7 +14,7 @@ from nestling.outer.learner import Handle
 from nestling.outer.plan import EpisodePlan
 from nestling.outer.run_log import RunLog
 
-__all__ = ["EpisodePlayer", "OnEpisode", "PlayPlan", "Stage", "first_leaf"]
+__all__ = ["ChoosePolicy", "EpisodePlayer", "OnEpisode", "PlayPlan", "Stage", "first_leaf"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +24,8 @@ PlayPlan = Callable[[EpisodePlan], Awaitable[EpisodeResult]]
 `LearnerError`, `StoreError` and `ConfigError` stop the run; any other exception, and a result that is
 the machinery's fault, is the death of this episode alone.
 """
+ChoosePolicy = Callable[[int | None], Awaitable[tuple[int, PlayPlan]]]
+"""Version and player of an episode; given the version of its recorded turns, None when it has none."""
 OnEpisode = Callable[[PlayedEpisode | DeadEpisode], None]
 
 _REASON_CHARS = 500
@@ -53,15 +55,14 @@ class Stage:
         self._timeout_s = episode_timeout_s
         self._on_episode = on_episode
 
-    async def play(
-        self, plan: EpisodePlan, policy: Callable[[], tuple[int, PlayPlan]]
-    ) -> PlayedEpisode | DeadEpisode:
+    async def play(self, plan: EpisodePlan, policy: ChoosePolicy) -> PlayedEpisode | DeadEpisode:
         """Wait for a place, ask `policy` for version and player, play, record.
 
-        Cancelled while it plays, the episode stays recorded as started and is played again later.
+        Cancelled while it plays, the episode stays recorded as started; later it goes on after its
+        last recorded turn when `policy` gives the version that said it, else from its start.
         """
         async with self._places:
-            version, play = policy()
+            version, play = await policy(await self._log.begun_with(plan))
             await self._log.episode_started(plan, version)
             episode = await self._outcome(plan, version, play)
             if isinstance(episode, PlayedEpisode):

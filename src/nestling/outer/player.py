@@ -10,6 +10,7 @@ from nestling.agent.episode_result import EpisodeResult
 from nestling.agent.job_runner import JobRunner
 from nestling.agent.policy import Policy
 from nestling.agent.token_policy import TokenPolicy
+from nestling.agent.turn_log import TurnLog
 from nestling.core.clock import Clock
 from nestling.core.errors import LearnerError
 from nestling.engine.tokenizer import Tokenizer
@@ -17,12 +18,14 @@ from nestling.outer.config import OuterConfig
 from nestling.outer.learner import Handle, Learner, Sampled
 from nestling.outer.plan import EpisodePlan
 
-__all__ = ["AgentPlayer", "HandleSampler", "MakeRunner", "MakeTask"]
+__all__ = ["AgentPlayer", "HandleSampler", "MakeRunner", "MakeTask", "MakeTurnLog"]
 
 MakeTask = Callable[[EpisodePlan], EpisodeTask]
 """Fills in family, rules and limits for a planned episode."""
 MakeRunner = Callable[[EpisodePlan], JobRunner]
 """The machine room as this episode sees it, so that its jobs are accounted to it."""
+MakeTurnLog = Callable[[EpisodePlan], TurnLog]
+"""The memory of a planned episode's turns."""
 
 
 class HandleSampler:
@@ -61,6 +64,8 @@ class AgentPlayer:
     make_runner: MakeRunner
     make_task: MakeTask
     config: OuterConfig
+    turn_log: MakeTurnLog | None = None
+    """None: turns are not recorded, and an episode that was cut off begins again."""
     events: EventSink | None = None
     clock: Clock | None = None
 
@@ -87,6 +92,7 @@ class AgentPlayer:
             self.make_task(plan),
             policy,
             self.make_runner(plan),
+            turn_log=None if self.turn_log is None else self.turn_log(plan),
             events=self.events,
             clock=self.clock,
         )

@@ -62,12 +62,23 @@ class RunLog(Protocol):
         """Episodes of these groups that finished, with their tokens."""
         ...
 
+    async def begun_with(self, plan: EpisodePlan) -> int | None:
+        """Version that said the recorded turns of an unfinished episode; None when there are none."""
+        ...
+
+    async def learner_ref(self, version: int) -> str | None:
+        """Where the weights of a version are saved; None when they are not."""
+        ...
+
     async def group_opened(self, group: GroupPlan) -> None:
         """A group was admitted."""
         ...
 
     async def episode_started(self, plan: EpisodePlan, version: int) -> None:
-        """An episode begins with weights `version`, perhaps not for the first time."""
+        """An episode begins with weights `version`, perhaps not for the first time.
+
+        Turns recorded with another version are forgotten, and the restart is recorded.
+        """
         ...
 
     async def episode_finished(self, episode: PlayedEpisode) -> None:

@@ -5,23 +5,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
 
 from nestling.agent.episode_result import EpisodeResult
-from nestling.agent.policy import Trajectory
+from nestling.agent.policy import AgentTurn, Trajectory
+from nestling.agent.turn_log import RecordedTurn, storable
 from nestling.core.errors import StoreError
 from nestling.outer.batch import DeadEpisode, FinishedGroup, PlayedEpisode
 from nestling.outer.plan import EpisodePlan, GroupPlan
 from nestling.outer.run_log import Progress
 from nestling.outer.step_report import StepReport
 from nestling.outer.sweep_report import Sweep
-from nestling.store.episodes import TrajectoryRecord
+from nestling.store.episodes import TrajectoryRecord, TurnRecord
 from nestling.store.group_commit import GroupCommit
 from nestling.store.run_store import RunStore
 
-__all__ = ["PROGRESS_KEY", "Checkpoint", "StoreLog", "checkpoints", "step_reports", "sweeps"]
+__all__ = [
+    "PROGRESS_KEY",
+    "Checkpoint",
+    "StoreLog",
+    "StoreTurnLog",
+    "checkpoints",
+    "step_reports",
+    "sweeps",
+]
 
 PROGRESS_KEY = "outer.progress"
 """Meta key under which the last committed state is kept."""
@@ -80,12 +90,25 @@ class StoreLog:
         """Episodes of these groups that finished, with their tokens."""
         return await self._writer.run(lambda: self._finished_episodes(groups))
 
+    async def begun_with(self, plan: EpisodePlan) -> int | None:
+        """Version that said the recorded turns of an unfinished episode; None when there are none."""
+        return await self._writer.run(lambda: self._begun_with(plan.episode_id))
+
+    async def learner_ref(self, version: int) -> str | None:
+        """Where the weights of a version are saved."""
+        found = await self._writer.run(lambda: self._store.learner.get(version))
+        return None if found is None else found.state_ref
+
+    def turn_log(self, plan: EpisodePlan) -> StoreTurnLog:
+        """The memory of the turns of an episode that has been started."""
+        return StoreTurnLog(self._writer, plan.episode_id)
+
     async def group_opened(self, group: GroupPlan) -> None:
         """A group was admitted."""
         await self._write(lambda: self._group_opened(group))
 
     async def episode_started(self, plan: EpisodePlan, version: int) -> None:
-        """An episode begins; a second start keeps the first row."""
+        """An episode begins; a second start keeps the row, and its turns if the version is theirs."""
         await self._write(lambda: self._episode_started(plan, version))
 
     async def episode_finished(self, episode: PlayedEpisode) -> None:
@@ -109,8 +132,17 @@ class StoreLog:
         await self._write(lambda: self._store.set_meta(_sweep_key(step), text))
 
     async def _write(self, change: Callable[[], object]) -> None:
-        """A change that was handed in is made even when the caller is cancelled meanwhile."""
-        await asyncio.shield(asyncio.wrap_future(self._writer.submit(change)))
+        await _made(self._writer, change)
+
+    def _begun_with(self, episode_id: str) -> int | None:
+        record = self._store.episodes.find(episode_id)
+        if (
+            record is None
+            or record.state != "running"
+            or not self._store.episodes.num_turns(record.id)
+        ):
+            return None
+        return record.learner_version
 
     def _progress(self) -> Progress | None:
         text = self._store.meta(PROGRESS_KEY)
@@ -149,15 +181,18 @@ class StoreLog:
         )
 
     def _episode_started(self, plan: EpisodePlan, version: int) -> None:
-        self._store.episodes.start(
-            plan.episode_id,
-            group_id=plan.group_id,
-            idx=plan.member,
-            family=plan.family,
-            policy=self._policy,
-            seed=plan.policy_seed,
-            learner_version=version,
-        )
+        with self._store.transaction():
+            record = self._store.episodes.start(
+                plan.episode_id,
+                group_id=plan.group_id,
+                idx=plan.member,
+                family=plan.family,
+                policy=self._policy,
+                seed=plan.policy_seed,
+                learner_version=version,
+            )
+            if record.learner_version != version:
+                self._store.episodes.restart(plan.episode_id, learner_version=version)
 
     def _episode_finished(self, episode: PlayedEpisode) -> None:
         result, episode_id = episode.result, episode.plan.episode_id
@@ -170,6 +205,10 @@ class StoreLog:
                     accepted=attempt.ok,
                     problems=attempt.model_dump(mode="json")["problems"],
                 )
+            answer = result.turns[-1].result if result.turns else None
+            if answer is not None:
+                last = result.num_turns - 1
+                self._store.episodes.add_observation(episode_id, last, storable(answer))
             self._store.episodes.finish(
                 episode_id,
                 outcome=result.outcome_code,
@@ -231,6 +270,67 @@ class StoreLog:
             )
             result = result.model_copy(update={"trajectory": trajectory})
         return PlayedEpisode(plan=plan, version=version, result=result)
+
+
+class StoreTurnLog:
+    """Satisfies `TurnLog` for one episode: a turn is one small durable write."""
+
+    def __init__(self, writer: GroupCommit, episode_id: str) -> None:
+        self._writer = writer
+        self._store = writer.store
+        self._episode_id = episode_id
+        self._num_kept = 0
+
+    async def recorded(self) -> list[RecordedTurn]:
+        """Turns of earlier tries up to the first that is missing or torn."""
+        rows = await self._writer.run(lambda: self._store.episodes.turns(self._episode_id))
+        self._num_kept = len(rows)
+        whole = takewhile(lambda place: _is_whole(*place), enumerate(rows))
+        return [_recorded(row) for _, row in whole]
+
+    async def record(self, number: int, turn: AgentTurn, answer_before: str | None) -> None:
+        """Keep a turn and the answer to the one before it, replacing what had been said instead."""
+        replaces = number < self._num_kept
+        self._num_kept = number + 1
+        await _made(self._writer, lambda: self._record(number, turn, answer_before, replaces))
+
+    def _record(
+        self, number: int, turn: AgentTurn, answer_before: str | None, replaces: bool
+    ) -> None:
+        episodes, episode_id = self._store.episodes, self._episode_id
+        with self._store.transaction():
+            if replaces:
+                episodes.drop_turns(episode_id, number)
+            if answer_before is not None:
+                episodes.add_observation(episode_id, number - 1, answer_before)
+            episodes.add_turn(
+                episode_id,
+                number,
+                text=storable(turn.text),
+                truncated=turn.truncated,
+                ids=turn.ids or None,
+                logprobs=turn.logprobs or None,
+                learner_version=episodes.get(episode_id).learner_version,
+            )
+
+
+async def _made(writer: GroupCommit, change: Callable[[], object]) -> None:
+    """A change that was handed in is made even when the caller is cancelled meanwhile."""
+    await asyncio.shield(asyncio.wrap_future(writer.submit(change)))
+
+
+def _is_whole(place: int, row: TurnRecord) -> bool:
+    return row.idx == place and len(row.ids or ()) == len(row.logprobs or ())
+
+
+def _recorded(row: TurnRecord) -> RecordedTurn:
+    turn = AgentTurn(
+        text=row.text,
+        ids=tuple(row.ids or ()),
+        logprobs=tuple(row.logprobs or ()),
+        truncated=row.truncated,
+    )
+    return RecordedTurn(turn=turn, answer=row.observation)
 
 
 def _sweep_key(step: int) -> str:

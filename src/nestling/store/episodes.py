@@ -181,6 +181,33 @@ class Episodes:
             if cursor.rowcount == 1:
                 self._events.append("episode.turn", episode_id, {"idx": idx})
 
+    def drop_turns(self, episode_id: str, from_idx: int) -> int:
+        """Forget turns from `from_idx` on, and the answer they followed; how many there were."""
+        with self._connection.transaction():
+            dropped = self._connection.execute(
+                "DELETE FROM turns WHERE episode_id = ? AND idx >= ?", (episode_id, from_idx)
+            ).rowcount
+            self._connection.execute(
+                "UPDATE turns SET observation = NULL WHERE episode_id = ? AND idx = ?",
+                (episode_id, from_idx - 1),
+            )
+            if dropped:
+                self._events.append(
+                    "episode.turns_dropped", episode_id, {"from": from_idx, "turns": dropped}
+                )
+        return dropped
+
+    def restart(self, episode_id: str, *, learner_version: int | None) -> None:
+        """Begin a running episode again with other weights; its turns are forgotten."""
+        with self._connection.transaction():
+            dropped = self.drop_turns(episode_id, 0)
+            self._connection.execute(
+                "UPDATE episodes SET learner_version = ? WHERE id = ? AND state = 'running'",
+                (learner_version, episode_id),
+            )
+            data = {"learner_version": learner_version, "turns": dropped}
+            self._events.append("episode.restarted", episode_id, data)
+
     def add_observation(self, episode_id: str, idx: int, observation: str) -> None:
         """Keep what the agent was told after turn `idx`."""
         with self._connection.transaction():
@@ -274,12 +301,12 @@ class Episodes:
 
     def get(self, episode_id: str) -> EpisodeRecord:
         """One episode; `StoreError` when there is none."""
-        row = self._connection.one("SELECT * FROM episodes WHERE id = ?", (episode_id,))
-        if row is None:
+        found = self.find(episode_id)
+        if found is None:
             raise StoreError(
                 f"no episode {episode_id!r} in {self._connection.path}; expected one that was started"
             )
-        return _episode(row)
+        return found
 
     def all(self, *, group_id: str | None = None, state: str | None = None) -> list[EpisodeRecord]:
         """Episodes in the order they were started."""
@@ -289,6 +316,16 @@ class Episodes:
             (group_id, state),
         )
         return [_episode(row) for row in rows]
+
+    def find(self, episode_id: str) -> EpisodeRecord | None:
+        """One episode; None when it was never started."""
+        row = self._connection.one("SELECT * FROM episodes WHERE id = ?", (episode_id,))
+        return None if row is None else _episode(row)
+
+    def num_turns(self, episode_id: str) -> int:
+        """How many turns are recorded."""
+        row = self._connection.one("SELECT count(*) FROM turns WHERE episode_id = ?", (episode_id,))
+        return 0 if row is None else int(row[0])
 
     def turns(self, episode_id: str) -> list[TurnRecord]:
         """Turns so far, in order."""
