@@ -93,3 +93,10 @@ def test_source_made_to_exhaust_the_parser_is_refused(source):
 def test_any_text_is_read_without_an_exception(source):
     for problem in problems_of(source.replace("\0", "").encode("utf-8", "replace").decode()):
         assert problem.line().isprintable()
+
+
+def test_sources_that_would_take_minutes_to_read_are_refused_at_once():
+    files = {f"environment/m{n}.py": b"-a\n" * 40_000 for n in range(8)}
+    (problem,) = static_problems(files)
+    assert problem.code == "static.too_large"
+    assert "data/" in problem.fix

@@ -46,12 +46,24 @@ _ALLOWED_DUNDERS: Final = frozenset(
 _DUNDER: Final = re.compile(r"__\w+__")
 _MAX_LINE_CHARS: Final = 20_000
 _MAX_INDENT: Final = 200
+_MAX_SOURCE_BYTES: Final = 131_072
+"""Of all files together; a syntax tree takes hundreds of bytes and some time per byte."""
 
 
 def static_problems(files: Mapping[str, bytes]) -> list[Problem]:
     """Everything found in the job's Python files, in path and line order."""
     problems: list[Problem] = []
     trees: dict[str, ast.Module] = {}
+    total = sum(len(data) for path, data in files.items() if path.endswith(".py"))
+    if total > _MAX_SOURCE_BYTES:
+        return [
+            _static(
+                "too_large",
+                f"the Python files have {total} bytes",
+                f"at most {_MAX_SOURCE_BYTES}",
+                "keep data in data/",
+            )
+        ]
     for path, data in sorted(files.items()):
         if not path.endswith(".py"):
             continue
