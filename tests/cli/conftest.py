@@ -71,7 +71,7 @@ def process(tmp_path: Path) -> Run:
         *arguments: str,
         before: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
-        timeout_s: float = 100,
+        timeout_s: float = 300,
     ) -> Done:
         done = subprocess.run(
             [*before, *START, *arguments],

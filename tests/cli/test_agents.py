@@ -51,6 +51,7 @@ def test_the_same_agent_twice_is_refused(here: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("policy", ["noop", "embedded"])
 def test_episode_is_paid(process: Run, policy: str) -> None:
     done = process(
@@ -70,6 +71,7 @@ def test_episode_is_paid(process: Run, policy: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_comparison_is_paired_and_continues(process: Run, tmp_path: Path) -> None:
     folder, out = tmp_path / "eval", tmp_path / "figures.json"
     asked = ["eval-agent", "--families", "ledger", "--folder", str(folder), "--json", *TINY]
@@ -94,6 +96,7 @@ def test_comparison_is_paired_and_continues(process: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_interrupted_comparison_is_code_130_and_continues(tmp_path: Path) -> None:
     asked = [
         *START, "eval-agent", "--agents", "noop", "--families", "ledger", "-n", "2",
@@ -109,13 +112,14 @@ def test_interrupted_comparison_is_code_130_and_continues(tmp_path: Path) -> Non
                 break
         running.send_signal(signal.SIGINT)
         said = running.stderr.read()
-        assert running.wait(60) in (0, 130), said
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=100)
+        assert running.wait(120) in (0, 130), said
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["arms"]["noop"]["n"] == 2
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_baselines_are_kept(process: Run) -> None:
     asked = ["baselines", "--families", "ledger", "--items", "8", "--split", "b", "--json"]
     first = process(*asked)
@@ -128,6 +132,7 @@ def test_baselines_are_kept(process: Run) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_bench_writes_figures_with_their_circumstances(process: Run, tmp_path: Path) -> None:
     out = tmp_path / "results" / "spread.json"
     done = process(

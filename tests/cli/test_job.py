@@ -152,6 +152,7 @@ def test_missing_bubblewrap_says_how_to_install_it(process: Run, arguments: list
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_run_trains_and_scores(process: Run, tmp_path: Path) -> None:
     cut_off = ["unshare", "-n"] if can_run("unshare", "-n", "true") else []
     job = _small(tmp_path)
@@ -171,6 +172,7 @@ def test_run_trains_and_scores(process: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_job_that_dies_in_training_is_code_1(process: Run, tmp_path: Path) -> None:
     job = _small(tmp_path, max_steps=16)
     taskset = job / "environment" / "taskset.py"
@@ -191,6 +193,7 @@ def test_a_job_that_dies_in_training_is_code_1(process: Run, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_interruption_is_code_130_and_leaves_no_process(tmp_path: Path) -> None:
     job = _small(tmp_path, max_steps=16)
     with subprocess.Popen(

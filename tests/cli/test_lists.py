@@ -126,6 +126,7 @@ def test_a_state_folder_that_cannot_be_made_is_a_usage_error(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_models_build_runs_and_goes_on(process: Run, tmp_path: Path) -> None:
     out = tmp_path / "out"
     asked = ["models", "build", "--only", "nano", "--scale", "0.0003", "--out", str(out)]
@@ -139,6 +140,7 @@ def test_models_build_runs_and_goes_on(process: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_models_build_agent_makes_a_model_folder(process: Run, tmp_path: Path) -> None:
     done = process(
         "models", "build-agent", "--episodes", "20", "--train-tokens", "2000",
