@@ -115,8 +115,8 @@ def test_interruption_ends_all_workers(tmp_path: Path) -> None:
             children = psutil.Process(running.pid).children(recursive=True)
         assert len(children) > 4, "two workers, each with a scorer and a jail"
         running.send_signal(signal.SIGINT)
-        assert running.wait(60) == 130, running.stderr.read()
-    _, alive = psutil.wait_procs(children, timeout=10)
+        assert running.wait(120) == 130, running.stderr.read()
+    _, alive = psutil.wait_procs(children, timeout=60)
     # A killed worker's child may wait for the machine's first process to collect it.
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
     assert not out.exists()

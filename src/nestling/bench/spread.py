@@ -128,6 +128,7 @@ def _all_rows(
 
 def _leave_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # closes the room on its way
 
 
 def _worker_rows(asked: tuple[RunConfig, str, int, Sequence[str]]) -> list[SpreadRow]:
