@@ -10,10 +10,10 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import tomli_w
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError
 
 from nestling.agent.reward import RewardKind, RewardWeights
 from nestling.core.errors import ConfigError
@@ -28,6 +28,7 @@ __all__ = [
     "FleetConfig",
     "InnerConfig",
     "LocalFleet",
+    "RayFleet",
     "ReferenceArm",
     "ReferenceConfig",
     "RunConfig",
@@ -90,7 +91,42 @@ class LocalFleet(Frozen):
     """Price of a worker, by its name in the price table."""
 
 
-FleetConfig = LocalFleet
+class RayFleet(Frozen):
+    """Workers on the nodes of a Ray cluster; needs the extra `ray`."""
+
+    kind: Literal["ray"] = "ray"
+    address: str = ""
+    """`host:port` of the head; `auto`: the cluster that this machine is in; empty: start one here."""
+    workers: int = Field(2, ge=1, le=100_000)
+    """Those that the cluster has no room for start when there is room."""
+    num_cpus: float = Field(1.0, gt=0)
+    """Of a node, for each worker, as are the next three."""
+    num_gpus: float = Field(0.0, ge=0)
+    """A fraction lets several workers share a GPU."""
+    memory_bytes: int = Field(0, ge=0)
+    """0: not counted."""
+    resources: dict[str, float] = Field(default_factory=dict)
+    """Custom resources by name, for example to keep workers on one kind of node."""
+    machine: str = "cpu-core"
+    """Price of a worker, by its name in the price table."""
+
+
+def _kind_of_fleet(value: object) -> str:
+    kind = value.get("kind", "local") if isinstance(value, dict) else getattr(value, "kind", "")
+    return str(kind)
+
+
+FleetConfig = Annotated[
+    Annotated[LocalFleet, Tag("local")] | Annotated[RayFleet, Tag("ray")],
+    Discriminator(
+        _kind_of_fleet,
+        custom_error_type="fleet_kind",
+        custom_error_message="fleet.kind should be local or ray",
+    ),
+]
+"""By `kind`; a table without one is local."""
+
+_FLEETS: dict[str, type[Frozen]] = {"local": LocalFleet, "ray": RayFleet}
 
 
 class ReferenceConfig(Frozen):
@@ -173,22 +209,32 @@ def _value(text: str) -> Any:  # noqa: ANN401 (whatever TOML says)
 def _explain(error: ValidationError) -> Iterator[str]:
     """One line per mistake: where, what, expected, nearest key."""
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
+        path, model = _find(item["loc"])
+        where = ".".join(path)
         if item["type"] == "extra_forbidden":
-            known = _known_keys(item["loc"][:-1])
-            near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+            known = sorted(model.model_fields)
+            near = difflib.get_close_matches(path[-1], known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
             yield f"recipe: unknown key {where}; {hint}"
         else:
             yield f"recipe: {where} = {item['input']!r}: {item['msg']}"
 
 
-def _known_keys(path: tuple[int | str, ...]) -> list[str]:
+def _find(location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel]]:
+    """The key as a person writes it, and the table that it is, or should be, in."""
+    path: list[str] = []
     model: Any = RunConfig
-    for part in path:
+    table: type[BaseModel] = RunConfig
+    for part in location:
+        if path == ["fleet"] and model is not LocalFleet and part in _FLEETS:
+            model = _FLEETS[str(part)]  # which one was meant; not a key
+            continue
+        path.append(str(part))
+        if _is_model(model):
+            table = model
         field = model.model_fields.get(part) if _is_model(model) else None
         model = field.annotation if field is not None else None
-    return sorted(model.model_fields) if _is_model(model) else sorted(RunConfig.model_fields)
+    return path, table
 
 
 def _is_model(value: object) -> bool:

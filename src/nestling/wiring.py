@@ -21,7 +21,7 @@ from nestling.agent.job_runner import JobRunner
 from nestling.agent.policies.scripted import scripted
 from nestling.agent.policy import Policy
 from nestling.agent.prompt import PromptRules
-from nestling.config import RunConfig, recipe_toml
+from nestling.config import RayFleet, RunConfig, recipe_toml
 from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError
 from nestling.core.machine import commit, machine_line
@@ -31,6 +31,7 @@ from nestling.families.registry import get
 from nestling.families.splits import HIDDEN, EvalSecret, commitment
 from nestling.fleet.budget import Budget, load_prices
 from nestling.fleet.handlers import StageSeconds, job_handlers
+from nestling.fleet.provider import Provider
 from nestling.fleet.runner import FleetRunner, RunnerSettings
 from nestling.fleet.start import running_fleet
 from nestling.fleet.worker import Handlers
@@ -74,6 +75,7 @@ logger = logging.getLogger(__name__)
 
 AGENTS_FOLDER: Final = Path(__file__).parent / "agent" / "weights"
 _HANDLERS: Final = "nestling.wiring:make_handlers"
+_SECRET_FILE: Final = "eval-secret"  # noqa: S105 (a name)
 
 
 # --- inside a worker -------------------------------------------------------------------------
@@ -89,7 +91,7 @@ class Room:
 
         self._config = config
         self._state = state
-        self._secret_path = state / "eval-secret"
+        self._secret_path = state / _SECRET_FILE
         jail = Jail(unsafe=config.unsafe_no_jail)
         self._zygote = None if config.unsafe_no_jail else Zygote(jail)
         folders = {name: bases.get(name).folder for name in bases.names()}
@@ -152,7 +154,7 @@ class Room:
 
 def load_leak_index(family: str, items: int, state: Path) -> LeakIndex:
     """The leak index of a family, built once per secret and kept with mode 0600."""
-    secret = EvalSecret.load_or_create(state / "eval-secret")
+    secret = EvalSecret.load_or_create(state / _SECRET_FILE)
     path = state / "leaks" / f"{family}-{items}-{commitment(secret, 'a')[:16]}.json"
     if path.exists():
         return LeakIndex.loads(path.read_bytes())
@@ -220,26 +222,8 @@ async def open_fleet(
     config: RunConfig, run: RunDir, writer: GroupCommit
 ) -> AsyncIterator[FleetRunner]:
     """The run's workers and a job runner over them."""
-    from nestling.fleet.providers.local import LocalProvider, LocalWorkers, num_slots
-
-    if not config.unsafe_no_jail:
-        require_bubblewrap()
-    clock, state = SystemClock(), _state()
-    EvalSecret.load_or_create(state / "eval-secret")
-    settings = {
-        "config": config.model_dump(mode="json"),
-        "run": str(run.root.resolve()),
-        "state": str(state.resolve()),
-    }
-    provider = LocalProvider(
-        LocalWorkers(
-            handlers=_HANDLERS,
-            settings=settings,
-            logs=run.root / "logs",
-            machine=config.fleet.machine,
-        ),
-        writer,
-    )
+    clock = SystemClock()
+    provider, size = _open_provider(config, run, writer)
     runner_settings = RunnerSettings(
         identity=_identity(config), deadlines=_stage_seconds(config), machine=config.fleet.machine
     )
@@ -247,13 +231,49 @@ async def open_fleet(
     async with running_fleet(
         writer=writer,
         provider=provider,
-        size=config.fleet.workers or num_slots(),
+        size=size,
         artifacts=ArtifactStore(run.root / "artifacts"),
         settings=runner_settings,
         clock=clock,
         budget=budget,
     ) as fleet:
         yield fleet
+
+
+def _open_provider(config: RunConfig, run: RunDir, writer: GroupCommit) -> tuple[Provider, int]:
+    """Where workers run, and how many."""
+    state = _state()
+    secret = EvalSecret.load_or_create(state / _SECRET_FILE)
+    settings = {"config": config.model_dump(mode="json")}
+    if isinstance(config.fleet, RayFleet):
+        from nestling.fleet.providers.ray_cluster import RayProvider, RaySlots
+
+        if config.inner.keep_models:
+            raise ConfigError(
+                "inner.keep_models keeps models where they are trained, which is on other machines "
+                "with fleet.kind=ray; expected false; or set fleet.kind to local"
+            )
+        slots = RaySlots(
+            handlers=_HANDLERS,
+            settings=settings,
+            private={_SECRET_FILE: secret.key},
+            artifacts=ArtifactStore(run.root / "artifacts"),
+            logs=run.root / "logs",
+            **config.fleet.model_dump(exclude={"kind"}),
+        )
+        return RayProvider(slots, writer), config.fleet.workers
+
+    from nestling.fleet.providers.local import LocalProvider, LocalWorkers, num_slots
+
+    if not config.unsafe_no_jail:
+        require_bubblewrap()
+    workers = LocalWorkers(
+        handlers=_HANDLERS,
+        settings=settings | {"run": str(run.root.resolve()), "state": str(state.resolve())},
+        logs=run.root / "logs",
+        machine=config.fleet.machine,
+    )
+    return LocalProvider(workers, writer), config.fleet.workers or num_slots()
 
 
 def open_learner(config: RunConfig, run: RunDir) -> EmbeddedLearner:
@@ -382,7 +402,7 @@ def _open_run(config: RunConfig, folder: Path) -> RunDir:
 
 def _note_facts(config: RunConfig, store: RunStore) -> None:
     """What the report says about the run, and the seal of the hidden sets; the first start wins."""
-    secret = EvalSecret.load_or_create(_state() / "eval-secret")
+    secret = EvalSecret.load_or_create(_state() / _SECRET_FILE)
     facts = {
         "run.name": config.name,
         "run.version": __version__,

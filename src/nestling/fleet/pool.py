@@ -147,7 +147,9 @@ class Pool:
         while not self._stopping.is_set():
             words = ""
             try:
-                node = await self._provider.launch(name)
+                node = await self._launch(name)
+                if node is None:
+                    break
                 started, words = await self._ready(node)
                 if started:
                     failed_starts = 0
@@ -168,6 +170,19 @@ class Pool:
                 )
             if failed_starts or deaths:
                 await self._pause(failed_starts + deaths)
+
+    async def _launch(self, name: str) -> Node | None:
+        """A started worker; None when the pool stops first, as a cluster may be out of room."""
+        launching = asyncio.ensure_future(self._provider.launch(name))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((launching, stopping), return_when=asyncio.FIRST_COMPLETED)
+            return launching.result() if launching.done() else None
+        finally:
+            stopping.cancel()
+            if not launching.done():
+                launching.cancel()
+                await asyncio.wait((launching,))
 
     async def _ready(self, node: Node) -> tuple[bool, str]:
         try:
