@@ -72,7 +72,6 @@ def learner(tmp_path):
     weights = Weights.init(config, 1, torch.Generator().manual_seed(0))
     model = Model(config=config, weights=weights, tokenizer=tokenizer)
     made = EmbeddedLearner(model, tmp_path / "states", max_total_tokens=1024)
-    made.tokenizer = tokenizer
     yield made
     made.close()
 

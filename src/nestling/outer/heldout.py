@@ -162,7 +162,7 @@ _Episodes = list[PlayedEpisode | DeadEpisode]
 async def _play_arm(stage: Stage, log: RunLog, arm: Arm, group: GroupPlan) -> _Episodes:
     """All episodes of one arm and family, in order; only those not recorded yet are played."""
 
-    async def policy(begun_with: int | None) -> tuple[int, PlayPlan]:  # noqa: ARG001 (an arm has one)
+    async def policy() -> tuple[int, PlayPlan]:
         return arm.version, arm.play
 
     await log.group_opened(group)

@@ -22,6 +22,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from nestling.agent.episode_result import EpisodeResult
 from nestling.core.clock import Clock
@@ -202,11 +203,14 @@ class _Run:
         tasks.create_task(self._play_group(plan, finished), name=f"group-{plan.index}")
 
     async def _play_group(self, plan: GroupPlan, finished: list[PlayedEpisode]) -> None:
-        await self._log.group_opened(plan)
+        begun = await self._log.group_opened(plan)
         reused = {episode.plan.member for episode in finished}
         async with asyncio.TaskGroup() as tasks:
             playing = [
-                tasks.create_task(self._stage.play(one, self._policy), name=one.episode_id)
+                tasks.create_task(
+                    self._stage.play(one, partial(self._policy, begun.get(one.episode_id))),
+                    name=one.episode_id,
+                )
                 for one in plan.episodes
                 if one.member not in reused
             ]

@@ -24,8 +24,8 @@ PlayPlan = Callable[[EpisodePlan], Awaitable[EpisodeResult]]
 `LearnerError`, `StoreError` and `ConfigError` stop the run; any other exception, and a result that is
 the machinery's fault, is the death of this episode alone.
 """
-ChoosePolicy = Callable[[int | None], Awaitable[tuple[int, PlayPlan]]]
-"""Version and player of an episode; given the version of its recorded turns, None when it has none."""
+ChoosePolicy = Callable[[], Awaitable[tuple[int, PlayPlan]]]
+"""Version and player of an episode."""
 OnEpisode = Callable[[PlayedEpisode | DeadEpisode], None]
 
 _REASON_CHARS = 500
@@ -59,10 +59,10 @@ class Stage:
         """Wait for a place, ask `policy` for version and player, play, record.
 
         Cancelled while it plays, the episode stays recorded as started; later it goes on after its
-        last recorded turn when `policy` gives the version that said it, else from its start.
+        last recorded turn if `policy` gives the version that said it, else from its start.
         """
         async with self._places:
-            version, play = await policy(await self._log.begun_with(plan))
+            version, play = await policy()
             await self._log.episode_started(plan, version)
             episode = await self._outcome(plan, version, play)
             if isinstance(episode, PlayedEpisode):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from pydantic import Field
@@ -62,16 +62,15 @@ class RunLog(Protocol):
         """Episodes of these groups that finished, with their tokens."""
         ...
 
-    async def begun_with(self, plan: EpisodePlan) -> int | None:
-        """Version that said the recorded turns of an unfinished episode; None when there are none."""
-        ...
-
     async def learner_ref(self, version: int) -> str | None:
         """Where the weights of a version are saved; None when they are not."""
         ...
 
-    async def group_opened(self, group: GroupPlan) -> None:
-        """A group was admitted."""
+    async def group_opened(self, group: GroupPlan) -> Mapping[str, int]:
+        """A group was admitted, perhaps not for the first time.
+
+        Returns the episodes that were cut off after a turn, with the version that said it.
+        """
         ...
 
     async def episode_started(self, plan: EpisodePlan, version: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -32,6 +32,8 @@ __all__ = [
     "step_reports",
     "sweeps",
 ]
+
+_T = TypeVar("_T")
 
 PROGRESS_KEY = "outer.progress"
 """Meta key under which the last committed state is kept."""
@@ -90,10 +92,6 @@ class StoreLog:
         """Episodes of these groups that finished, with their tokens."""
         return await self._writer.run(lambda: self._finished_episodes(groups))
 
-    async def begun_with(self, plan: EpisodePlan) -> int | None:
-        """Version that said the recorded turns of an unfinished episode; None when there are none."""
-        return await self._writer.run(lambda: self._begun_with(plan.episode_id))
-
     async def learner_ref(self, version: int) -> str | None:
         """Where the weights of a version are saved."""
         found = await self._writer.run(lambda: self._store.learner.get(version))
@@ -103,9 +101,9 @@ class StoreLog:
         """The memory of the turns of an episode that has been started."""
         return StoreTurnLog(self._writer, plan.episode_id)
 
-    async def group_opened(self, group: GroupPlan) -> None:
-        """A group was admitted."""
-        await self._write(lambda: self._group_opened(group))
+    async def group_opened(self, group: GroupPlan) -> dict[str, int]:
+        """A group was admitted; returns its episodes that were cut off after a turn, by version."""
+        return await self._write(lambda: self._group_opened(group))
 
     async def episode_started(self, plan: EpisodePlan, version: int) -> None:
         """An episode begins; a second start keeps the row, and its turns if the version is theirs."""
@@ -131,18 +129,8 @@ class StoreLog:
         text = sweep.model_dump_json()
         await self._write(lambda: self._store.set_meta(_sweep_key(step), text))
 
-    async def _write(self, change: Callable[[], object]) -> None:
-        await _made(self._writer, change)
-
-    def _begun_with(self, episode_id: str) -> int | None:
-        record = self._store.episodes.find(episode_id)
-        if (
-            record is None
-            or record.state != "running"
-            or not self._store.episodes.num_turns(record.id)
-        ):
-            return None
-        return record.learner_version
+    async def _write(self, change: Callable[[], _T]) -> _T:
+        return await _made(self._writer, change)
 
     def _progress(self) -> Progress | None:
         text = self._store.meta(PROGRESS_KEY)
@@ -168,7 +156,7 @@ class StoreLog:
             ]
         return found
 
-    def _group_opened(self, group: GroupPlan) -> None:
+    def _group_opened(self, group: GroupPlan) -> dict[str, int]:
         progress = self._progress()
         self._store.progress.open_group(
             group.group_id,
@@ -179,6 +167,12 @@ class StoreLog:
             size=len(group.episodes),
             learner_version=progress.version if progress else None,
         )
+        episodes = self._store.episodes
+        return {
+            one.id: one.learner_version
+            for one in episodes.all(group_id=group.group_id, state="running")
+            if one.learner_version is not None and episodes.num_turns(one.id)
+        }
 
     def _episode_started(self, plan: EpisodePlan, version: int) -> None:
         with self._store.transaction():
@@ -314,9 +308,9 @@ class StoreTurnLog:
             )
 
 
-async def _made(writer: GroupCommit, change: Callable[[], object]) -> None:
+async def _made(writer: GroupCommit, change: Callable[[], _T]) -> _T:
     """A change that was handed in is made even when the caller is cancelled meanwhile."""
-    await asyncio.shield(asyncio.wrap_future(writer.submit(change)))
+    return await asyncio.shield(asyncio.wrap_future(writer.submit(change)))
 
 
 def _is_whole(place: int, row: TurnRecord) -> bool:

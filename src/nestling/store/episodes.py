@@ -301,12 +301,12 @@ class Episodes:
 
     def get(self, episode_id: str) -> EpisodeRecord:
         """One episode; `StoreError` when there is none."""
-        found = self.find(episode_id)
-        if found is None:
+        row = self._connection.one("SELECT * FROM episodes WHERE id = ?", (episode_id,))
+        if row is None:
             raise StoreError(
                 f"no episode {episode_id!r} in {self._connection.path}; expected one that was started"
             )
-        return found
+        return _episode(row)
 
     def all(self, *, group_id: str | None = None, state: str | None = None) -> list[EpisodeRecord]:
         """Episodes in the order they were started."""
@@ -316,11 +316,6 @@ class Episodes:
             (group_id, state),
         )
         return [_episode(row) for row in rows]
-
-    def find(self, episode_id: str) -> EpisodeRecord | None:
-        """One episode; None when it was never started."""
-        row = self._connection.one("SELECT * FROM episodes WHERE id = ?", (episode_id,))
-        return None if row is None else _episode(row)
 
     def num_turns(self, episode_id: str) -> int:
         """How many turns are recorded."""
