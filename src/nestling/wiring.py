@@ -38,6 +38,7 @@ from nestling.fleet.worker import Handlers
 from nestling.inner.baselines import Baselines, state_folder
 from nestling.inner.run import InnerContext, run_job
 from nestling.inner.trainer import TrainLimits
+from nestling.jobs.budget import Caps
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.jail import Jail, require_bubblewrap
 from nestling.jobs.leaks import LeakIndex
@@ -100,7 +101,6 @@ class Room:
             bases=folders,
             score_wall_s=config.inner.score_wall_s,
         )
-        self._scorer.start()
         self.baselines_table = Baselines(self._scorer, folders, folder=state)
         self._opener = JailedOpener(jail=jail, starter=self._zygote)
         self._leaks: dict[str, LeakIndex | None] = {}
@@ -122,6 +122,7 @@ class Room:
         """Run the probe with this room's zygote and the family's leak index."""
         options = ProbeOptions(
             leaks=self._leak_index(family),
+            caps=Caps(usd_per_cpu_hour=self.context.usd_per_hour),
             eval_items=self._config.inner.eval_items,
             params={name: bases.get(name).params for name in bases.names()},
         )
@@ -135,6 +136,10 @@ class Room:
         """Untrained score of every base on hidden set A."""
         n = self._config.inner.eval_items
         return {name: self.baselines_table.get(name, family, "a", n).mean for name in bases.names()}
+
+    def warm(self) -> None:
+        """Start the scorer now, for a worker that is about to need it."""
+        self._scorer.start()
 
     def close(self) -> None:
         """End the scorer and the zygote."""
@@ -181,6 +186,7 @@ def make_handlers(settings: Mapping[str, Any]) -> Handlers:
     config = RunConfig.model_validate(settings["config"])
     run = Path(settings["run"])
     room = Room(config, Path(settings["state"]), run / "models")
+    room.warm()
     return job_handlers(room, ArtifactStore(run / "artifacts"), _stage_seconds(config))
 
 
@@ -429,7 +435,13 @@ async def _writing(run: RunDir) -> AsyncIterator[GroupCommit]:
 
 def _state() -> Path:
     state = state_folder()
-    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"the state folder {state} cannot be made: {error.strerror}; expected a writable "
+            "place for baselines and the eval secret; set NESTLING_STATE to another folder"
+        ) from error
     return state
 
 

@@ -26,6 +26,7 @@ _COMMANDS = {
     "families": ("families", "List and show the task families."),
     "report": ("report", "Write the static HTML report of a run."),
     "bench": ("bench", "Measure this machine."),
+    "redteam": ("redteam", "Attack the machine room; exits 1 when an attack succeeds."),
     "doctor": ("doctor", "What is installed, what is missing, and the fix."),
 }
 
@@ -81,7 +82,7 @@ def main() -> None:
         error.show()
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; the run can be resumed", err=True)
+        click.echo("interrupted", err=True)
         sys.exit(130)
     except ConfigError as error:
         click.echo(f"error: {error}", err=True)

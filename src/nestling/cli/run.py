@@ -24,6 +24,7 @@ __all__ = ["command"]
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="Continue the run in this folder.",
 )
+@click.option("--unsafe-no-jail", is_flag=True, help="Run agent-written code without a jail.")
 @click.option("--dry-run", is_flag=True, help="Show the plan and its ceiling; run nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
 def command(
@@ -31,6 +32,7 @@ def command(
     settings: tuple[str, ...],
     out: Path | None,
     resume: Path | None,
+    unsafe_no_jail: bool,
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -39,6 +41,8 @@ def command(
     An interrupted run continues when the same command is given again.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if unsafe_no_jail:
+        settings = (*settings, "unsafe_no_jail=true")
     if resume is not None:
         config, folder = load_recipe(resume / "config.toml", settings), resume
     else:

@@ -76,7 +76,7 @@ def gains(data: RunData) -> Drawing:
     rows = list(_gains(data))
     height = max(HEIGHT_IN * 0.6, 0.9 + 0.28 * len(rows))
     labels = [_gain_label(name, gain) for name, _, gain in reversed(rows)]
-    left_in = 0.3 + 0.08 * max(len(label) for label in labels)
+    left_in = 0.3 + 0.08 * max((len(label) for label in labels), default=0)
     with panels(height_in=height, left_in=left_in, top_in=0.12) as (canvas, [axes]):
         for index, (name, _, gain) in enumerate(reversed(rows)):
             color = SERIES[0].color if is_checkpoint(name) else GREY
