@@ -423,6 +423,23 @@ for name, module in list(sys.modules.items()):
         env.reset([1])
 
 
+def test_rows_are_checked_each_time_they_are_fetched(jail, zygote, limits, ledger_tools, make_job):
+    seen = []
+
+    def check(rows):
+        seen.append(len(rows))
+        return "row 5 is a hidden item" if len(rows) > 5 else None
+
+    with open_env(
+        make_job(), ledger_tools, limits, jail=jail, starter=zygote, check_rows=check
+    ) as env:
+        assert len(env.rows(5)) == 5
+        with pytest.raises(JailError, match="hidden item") as caught:
+            env.rows(6)
+    assert caught.value.reason == "env.leak"
+    assert seen == [5, 6]
+
+
 def test_isolation_is_recorded(start, make_job):
     assert start(make_job()).isolation in ("namespaces", "namespaces+cgroup")
 

@@ -4,7 +4,7 @@ The child is expected to lie, hang, flood and die; whatever it does becomes a `J
 reason code and the end of its whole process tree.
 
 Reason codes: `jail.start`, `env.deadline`, `env.exited`, `env.protocol`, `env.output_flood`,
-`env.changed_row`, `env.request`, `env.closed`, and those of the worker's own faults (`env.import`, `env.config`, `env.rows`, ...).
+`env.changed_row`, `env.leak`, `env.request`, `env.closed`, and those of the worker's own faults (`env.import`, `env.config`, `env.rows`, ...).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import select
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, TypeVar
@@ -32,9 +32,11 @@ from nestling.jobs.rollout_env import (
     ScoreRecord,
 )
 
-__all__ = ["EnvStarter", "JailedEnv", "open_env"]
+__all__ = ["EnvStarter", "JailedEnv", "RowCheck", "open_env"]
 
 R = TypeVar("R", bound=wire.Reply)
+RowCheck = Callable[[Sequence[Row]], str | None]
+"""What is wrong with rows that were just fetched; None when nothing is."""
 
 MAX_CALLS_PER_FRAME: Final = 256
 MAX_TEXT_CHARS: Final = 200_000
@@ -65,6 +67,7 @@ def open_env(
     jail: Jail,
     starter: EnvStarter | None = None,
     env_args: Mapping[str, Any] | None = None,
+    check_rows: RowCheck | None = None,
     clock: Clock | None = None,
 ) -> JailedEnv:
     """Start the job's environment and import its package.
@@ -72,6 +75,8 @@ def open_env(
     `job` is a folder or its files by relative path; `public_tools` are the files of the package
     `tools`, which replace any the job brings. `env_args` are the `[env]` values of the manifest.
     `starter` (a zygote) makes the worker start warm; without it Python imports everything anew.
+    `check_rows` sees the rows each time they are fetched: a job may serve others in training than
+    in the probe. What it objects to is an `env.leak` fault.
 
     Raises:
         JailError: with a reason code; `env.import` and `env.config` are faults of the package.
@@ -83,6 +88,7 @@ def open_env(
         limits,
         jail=jail,
         starter=starter,
+        check_rows=check_rows,
         clock=clock or SystemClock(),
     )
     try:
@@ -103,8 +109,10 @@ class JailedEnv:
         *,
         jail: Jail,
         starter: EnvStarter | None,
+        check_rows: RowCheck | None,
         clock: Clock,
     ) -> None:
+        self._check_rows = check_rows
         self._limits = limits
         self._clock = clock
         self._log = bytearray()
@@ -180,6 +188,9 @@ class JailedEnv:
                 )
             if not reply.more or not reply.rows:
                 break
+        wrong = None if self._check_rows is None else self._check_rows(rows)
+        if wrong is not None:
+            raise self._fault("env.leak", wrong)
         return rows
 
     def tool_schemas(self) -> list[dict[str, Any]]:
