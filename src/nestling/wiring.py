@@ -210,6 +210,7 @@ async def play_run(config: RunConfig, folder: Path, hooks: RunHooks | None = Non
         FleetError, LearnerError, StoreError: resumable by calling again.
     """
     told = hooks or RunHooks()
+    check_names(config)
     run = _open_run(config, folder)
     clock = SystemClock()
     async with _writing(run) as writer:
@@ -295,6 +296,23 @@ def open_learner(config: RunConfig, run: RunDir) -> EmbeddedLearner:
         max_total_tokens=config.outer.max_total_tokens,
         config=config.learner.model_copy(update={"num_sessions": sessions}),
     )
+
+
+def check_names(config: RunConfig) -> None:
+    """Refuse names that nothing goes by, before anything is started.
+
+    Raises:
+        ConfigError: a family, an agent or a machine type is unknown.
+    """
+    for family in (*config.families.training, *config.families.held_out):
+        get(family)
+    agent_folder(config.agent.model)
+    prices = load_prices()
+    if config.fleet.machine not in prices:
+        raise ConfigError(
+            f"fleet.machine = {config.fleet.machine!r} has no price; expected one of "
+            f"{', '.join(sorted(prices))}; choose one, or add it to the price table"
+        )
 
 
 def agent_folder(name: str) -> Path:
