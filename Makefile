@@ -1,5 +1,6 @@
 # make run    sets everything up and runs the nested loop on this machine, then writes a report
-# make test   the same set-up, all checks and the whole test suite
+# make test   the same set-up, all checks, the test suite and the red team
+# make test-slow  the long tests: chaos, fuzzing by the hundred thousand, real jobs
 # make check  lint, types, import contracts, spelling (no tests)
 # make bench  the benchmarks of this machine, written to results/bench/
 
@@ -43,13 +44,14 @@ check: $(STAMP)
 	$(BIN)/codespell src docs README.md CHANGELOG.md CONTRIBUTING.md
 
 test-fast: setup
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n auto --dist loadfile
 
 test-slow: setup
-	$(BIN)/pytest -q -m "slow and not gpu and not live"
+	$(BIN)/pytest -q -m "slow and not gpu and not live and not parity"
 
 test: setup check
-	$(BIN)/pytest -q -m "not gpu and not live and not parity"
+	$(BIN)/pytest -q -n auto --dist loadfile
+	$(BIN)/nestling redteam
 
 bench: setup
 	$(BIN)/nestling bench all --out results/bench
