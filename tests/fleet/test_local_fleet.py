@@ -39,7 +39,7 @@ async def test_twenty_jobs_on_two_workers_each_once(fleet) -> None:
             "job.done",
             "worker.launched",
         }
-        assert await room.provider.list() == ["cpu-0", "cpu-1"]
+        assert sorted(await room.provider.list()) == ["cpu-0", "cpu-1"]
     # One process did many: workers stay warm.
     assert len({record.result["pid"] for record in records}) <= 2
 

@@ -24,6 +24,7 @@ _COMMANDS = {
     "baselines": ("baselines", "Scores of the untrained base models."),
     "models": ("models", "List, show or build base models and agents."),
     "families": ("families", "List and show the task families."),
+    "fleet": ("fleet", "Simulate a fleet of workers."),
     "report": ("report", "Write the static HTML report of a run."),
     "bench": ("bench", "Measure this machine."),
     "redteam": ("redteam", "Attack the machine room; exits 1 when an attack succeeds."),

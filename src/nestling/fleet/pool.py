@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +82,10 @@ class Pool:
         self._limits = limits or PoolLimits()
         self._idle: deque[asyncio.Future[None]] = deque()
         self._stopping = asyncio.Event()
+        self._served: set[str] = set()
+        """Tokens of the tries that run now; of these, those with a heartbeat and those over."""
+        self._beaten: set[str] = set()
+        self._over: set[str] = set()
 
     async def run(self) -> None:
         """Serve until `stop`; cancelling ends every worker and queues its job again.
@@ -131,16 +135,26 @@ class Pool:
 
     async def _expire_leases(self) -> None:
         """End leases that are over; one that ended while we stood still ourselves is forgiven."""
+        every_s = min(self._limits.expire_every_s, self._queue.lease_s / 8)
         last_s = self._clock.monotonic()
         while True:
-            await asyncio.sleep(self._limits.expire_every_s)
+            await asyncio.sleep(every_s)
             now_s = self._clock.monotonic()
-            stalled_s = now_s - last_s - self._limits.expire_every_s
+            stalled_s = now_s - last_s - every_s
             if stalled_s > self._queue.lease_s / 4:
                 await self._writer.run(partial(self._queue.forgive, stalled_s))
             last_s = now_s
-            await self._writer.run(self._queue.expire)
+            beaten, self._beaten = sorted(self._beaten), set()
+            over = await self._writer.run(partial(self._keep_and_expire, beaten))
+            self._over |= self._served.intersection(over)
             self._wake_one()  # in case a job was queued by another process
+
+    def _keep_and_expire(self, beaten: Sequence[str]) -> list[str]:
+        """The heartbeats since the last time, then the leases that had none, as one change."""
+        with self._queue.store.transaction():
+            over = self._queue.keep(beaten)
+            self._queue.expire()
+        return over
 
     async def _keep_worker(self, name: str) -> None:
         failed_starts = deaths = 0
@@ -219,12 +233,19 @@ class Pool:
             await future
         return None
 
-    async def _claim(self, worker: str) -> Claim | None:
-        """A job if there is one; cancelled in between, the job is given back."""
+    async def _claim(
+        self, worker: str, before: Callable[[], object] = lambda: None
+    ) -> Claim | None:
+        """A job if there is one, taken in the transaction of the change `before`.
+
+        Cancelled in between, the job is given back.
+        """
         taken: list[Claim] = []
 
         def take() -> Claim | None:
-            claim = self._take(worker)
+            with self._queue.store.transaction():
+                before()
+                claim = None if self._stopping.is_set() else self._take(worker)
             taken[:] = [] if claim is None else [claim]
             return claim
 
@@ -239,7 +260,7 @@ class Pool:
         """Claim a job and set its money aside, in one transaction; what is refused is failed."""
         while True:
             with self._queue.store.transaction():
-                claim = self._queue.claim(worker, lane=self._provider.lane)
+                claim = self._queue.claim(worker, lane=self._provider.lane, num_workers=self._size)
                 if claim is None or self._budget is None:
                     return claim
                 try:
@@ -258,16 +279,36 @@ class Pool:
 
     async def end_try(self, claim: Claim, seconds: float, change: Callable[[], object]) -> None:
         """Record how a try ended and what it cost, in one transaction."""
+        await finish(self._writer.run(partial(self._end, claim, seconds, change)))
 
-        def end() -> None:
-            with self._queue.store.transaction():
-                change()
-                if self._budget is not None:
-                    self._budget.settle(
-                        claim.token, machine=self._provider.machine, seconds=seconds
-                    )
+    async def end_try_and_claim(
+        self, claim: Claim, seconds: float, change: Callable[[], object], worker: str
+    ) -> Claim | None:
+        """As `end_try`, and take the next job in the same transaction; None when there is none."""
+        return await self._claim(worker, partial(self._end, claim, seconds, change))
 
-        await finish(self._writer.run(end))
+    def _end(self, claim: Claim, seconds: float, change: Callable[[], object]) -> None:
+        with self._queue.store.transaction():
+            change()
+            if self._budget is not None:
+                self._budget.settle(claim.token, machine=self._provider.machine, seconds=seconds)
+
+    def serve(self, token: str) -> None:
+        """A try begins."""
+        self._served.add(token)
+
+    def beat(self, token: str) -> bool:
+        """Note a sign of life, to be written with those of the others; False: the lease is over."""
+        if token in self._over:
+            return False
+        self._beaten.add(token)
+        return True
+
+    def forget(self, token: str) -> None:
+        """Its try is over."""
+        self._served.discard(token)
+        self._beaten.discard(token)
+        self._over.discard(token)
 
     @property
     def queue(self) -> JobQueue:
@@ -295,9 +336,12 @@ class _Server:
     async def serve(self) -> int:
         """Do jobs until the worker must go; returns how many it ended by itself."""
         num_served = 0
-        while (claim := await self._pool.next_claim(self._node.name)) is not None:
-            if not await _Try(self._pool, self._node, claim).run():
+        claim: Claim | None = None
+        while claim := claim or await self._pool.next_claim(self._node.name):
+            attempt = _Try(self._pool, self._node, claim)
+            if not await attempt.run():
                 return num_served
+            claim = attempt.next_claim
             num_served += 1
         with suppress(FleetError):
             await self._node.send(Stop())
@@ -314,14 +358,17 @@ class _Try:
         self._queue = pool.queue
         self._started_s = pool.clock.monotonic()
         self._deadline_s = self._started_s + claim.job.deadline_s
-        self._heard_s = self._started_s
+        self._heard_s = self._kept_s = self._started_s
         self._stage = "start"
         self._stage_end_s = math.inf
         self._grace_end_s = math.inf
+        self.next_claim: Claim | None = None
+        """The worker's next job, when it may go on and one waits."""
 
     async def run(self) -> bool:
         """Whether the worker may go on with another job."""
         job, token = self._claim.job, self._claim.token
+        self._pool.serve(token)
         try:
             await self._node.send(
                 Work(token=token, job_id=job.id, kind=job.kind, payload=job.payload)
@@ -362,7 +409,11 @@ class _Try:
                     return None
             with suppress(TimeoutError):
                 async with asyncio.timeout(end_s - now_s):
-                    return await self._node.receive()
+                    # Heartbeats only move the end away; one timer lasts for many of them.
+                    while isinstance(message := await self._node.receive(), Beat):
+                        if not self._beats(message):
+                            return message
+                    return message
 
     async def _give_up_waiting(self) -> bool:
         token, job = self._claim.token, self._claim.job
@@ -391,11 +442,21 @@ class _Try:
                 lambda: self._queue.store.events.append("job.progress", job_id, data)
             )
             return True
-        stage = None
         if isinstance(message, Stage):
             stage = self._stage = message.name
             self._stage_end_s = self._pool.clock.monotonic() + message.limit_s
-        return await self._pool.writer.run(lambda: self._queue.heartbeat(token, stage=stage))
+            return await self._pool.writer.run(lambda: self._queue.heartbeat(token, stage=stage))
+        return self._beats(message)
+
+    def _beats(self, message: Beat) -> bool:
+        """Note a heartbeat; False when the lease is over."""
+        if message.token != self._claim.token:
+            return True  # left over from before; harmless
+        self._heard_s = self._pool.clock.monotonic()
+        if self._heard_s - self._kept_s < self._queue.lease_s / 4:
+            return True  # the lease that is written down still lasts for long
+        self._kept_s = self._heard_s
+        return self._pool.beat(message.token)
 
     async def _answered(self, message: Done | Failed) -> bool:
         if isinstance(message, Done):
@@ -411,7 +472,13 @@ class _Try:
 
     async def _end(self, change: Callable[[], object], *, alive: bool) -> bool:
         seconds = self._pool.clock.monotonic() - self._started_s
-        await self._pool.end_try(self._claim, seconds, change)
+        self._pool.forget(self._claim.token)
+        if alive:
+            self.next_claim = await self._pool.end_try_and_claim(
+                self._claim, seconds, change, self._node.name
+            )
+        else:
+            await self._pool.end_try(self._claim, seconds, change)
         return alive
 
 

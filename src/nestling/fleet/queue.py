@@ -10,6 +10,7 @@ Every method is one durable change on return, or joins the caller's transaction.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nestling.core.clock import Clock
@@ -18,6 +19,9 @@ from nestling.store.jobs import JobRecord, JobState, LeaseRecord, NewJob
 from nestling.store.run_store import RunStore
 
 __all__ = ["CANCELLED", "Claim", "JobQueue"]
+
+_LAST_ROUNDS = 3
+"""With fewer jobs waiting per worker than this, all start soon in any order."""
 
 CANCELLED = "cancelled"
 """Reason of a job that was dropped while it waited."""
@@ -49,6 +53,8 @@ class JobQueue:
         self._clock = clock
         self._session = session
         self._draining = False
+        self._waiting = 0
+        self._claims_until_count = 0
 
     def enqueue(self, job: NewJob) -> JobRecord:
         """Queue a job, or join the queued, running or done job with the same reuse key.
@@ -69,13 +75,18 @@ class JobQueue:
             jobs.insert(replace(job, id=job_id))
             return jobs.get(job_id)
 
-    def claim(self, worker: str, *, lane: str = "cpu") -> Claim | None:
-        """Take the next job of a lane; None when there is none or the queue drains."""
+    def claim(self, worker: str, *, lane: str = "cpu", num_workers: int = 0) -> Claim | None:
+        """Take the next job of a lane; None when there is none or the queue drains.
+
+        Groups share the workers evenly while much waits. With less than three rounds of jobs for
+        `num_workers`, the longest goes first whatever its group: all start soon in any order, and
+        this one ends soonest.
+        """
         if self._draining:
             return None
         jobs = self.store.jobs
         with self.store.transaction():
-            job = jobs.next_queued(lane)
+            job = jobs.next_queued(lane, fair=self._much_waits(lane, _LAST_ROUNDS * num_workers))
             if job is None:
                 return None
             tries = job.tries + 1
@@ -108,6 +119,11 @@ class JobQueue:
             deadline_s = lease.acquired_mono_s + jobs.get(lease.job_id).deadline_s
             end_s = min(self._clock.monotonic() + self.lease_s, deadline_s)
             return jobs.extend(token, end_s, stage)
+
+    def keep(self, tokens: Sequence[str]) -> list[str]:
+        """Heartbeats of many leases in one change; returns the tokens whose lease is over."""
+        with self.store.transaction():
+            return self.store.jobs.keep(tokens, self._clock.monotonic() + self.lease_s)
 
     def complete(self, token: str, result: object) -> bool:
         """Finish a job; False when the lease was over, and then the result is dropped."""
@@ -194,6 +210,22 @@ class JobQueue:
     def is_draining(self) -> bool:
         """Whether the queue has stopped giving out jobs."""
         return self._draining
+
+    def _much_waits(self, lane: str, limit: int) -> bool:
+        """Whether more than `limit` jobs wait; counted anew only when that can have changed.
+
+        A claim takes one job at most, so above the limit a count holds for a while; below it, new
+        jobs may be missed for an eighth of the claims that are left.
+        """
+        if limit == 0:
+            return True
+        if self._claims_until_count <= 0:
+            self._waiting = self.store.jobs.waiting(lane)
+            self._claims_until_count = (
+                self._waiting - limit if self._waiting > limit else self._waiting // 8
+            )
+        self._claims_until_count -= 1
+        return self._waiting > limit
 
     def _leased(self, token: str, what: str) -> JobRecord | None:
         lease = self.store.jobs.lease(token)

@@ -82,6 +82,19 @@ class Connection:
                 for callback in ready:
                     callback()
 
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """The present transaction of this thread, without a savepoint of its own, or a new one.
+
+        For parts of a change whose failure always undoes the whole change: half the statements.
+        """
+        with self._lock:
+            if self.in_transaction:
+                yield
+            else:
+                with self.transaction():
+                    yield
+
     @property
     def in_transaction(self) -> bool:
         """Whether this thread is inside a transaction."""

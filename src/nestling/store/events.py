@@ -72,6 +72,12 @@ class EventLog:
         )
         return [_event(row) for row in rows]
 
+    def count(self, kind: str) -> int:
+        """How many events of a kind there are; reads the whole log."""
+        row = self._connection.one("SELECT count(*) FROM events WHERE kind = ?", (kind,))
+        assert row is not None
+        return int(row[0])
+
     def last_seq(self) -> int:
         """Position of the newest event; 0 when there is none."""
         row = self._connection.one("SELECT ifnull(max(seq), 0) FROM events")

@@ -101,11 +101,14 @@ class GroupCommit:
         return batch, True
 
     def _commit(self, batch: list[tuple[Callable[[], Any], Future[Any]]]) -> None:
+        if len(batch) == 1:
+            self._commit_alone(*batch[0])
+            return
         try:
             with self.store.transaction():
                 answers = [_attempt(self.store, change) for change, _ in batch]
         except Exception as error:  # noqa: BLE001 (handed to whoever waits, never lost)
-            if len(batch) > 1 and isinstance(error, StoreError):
+            if isinstance(error, StoreError):
                 # One change too large for the disk must not fail its neighbours.
                 for item in batch:
                     self._commit([item])
@@ -118,6 +121,16 @@ class GroupCommit:
                 future.set_result(value)
             else:
                 future.set_exception(failure)
+
+    def _commit_alone(self, change: Callable[[], Any], future: Future[Any]) -> None:
+        """A change without neighbours needs no savepoint."""
+        try:
+            with self.store.transaction():
+                value = change()
+        except Exception as error:  # noqa: BLE001 (handed to whoever waits, never lost)
+            future.set_exception(error)
+        else:
+            future.set_result(value)
 
 
 class _TransactionLostError(StoreError):

@@ -10,7 +10,7 @@ group with the fewest running jobs through an index, however many jobs wait.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from sqlite3 import Row
 from typing import Any, Literal
@@ -48,6 +48,8 @@ class NewJob:
     max_tries: int = 3
     deadline_s: float = 3600.0
     """Longest time one try may take."""
+    predicted_s: float = 0.0
+    """Expected time of one try; within a group the longest goes first. 0: unknown, goes last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ class JobRecord:
     tries: int
     max_tries: int
     deadline_s: float
+    predicted_s: float
     queued_at: float
     started_at: float | None
     finished_at: float | None
@@ -151,11 +154,11 @@ class JobTable:
     def insert(self, job: NewJob) -> None:
         """Queue a job; its id and live reuse key must be new."""
         payload = json.dumps(job.payload, separators=(",", ":"), allow_nan=False)
-        with self._connection.transaction():
+        with self._connection.joined():
             self._connection.execute(
                 "INSERT INTO jobs (id, kind, state, lane, group_key, priority, episode_id, family, "
-                "reuse_key, payload, max_tries, deadline_s, queued_at) "
-                "VALUES (?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "reuse_key, payload, max_tries, deadline_s, predicted_s, queued_at) "
+                "VALUES (?, ?, 'queued', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     job.id,
                     job.kind,
@@ -168,6 +171,7 @@ class JobTable:
                     payload,
                     job.max_tries,
                     job.deadline_s,
+                    job.predicted_s,
                     self._clock.now(),
                 ),
             )
@@ -178,11 +182,13 @@ class JobTable:
             )
             self._events.append("job.queued", job.id, {"kind": job.kind, "group": job.group_key})
 
-    def next_queued(self, lane: str) -> JobRecord | None:
+    def next_queued(self, lane: str, *, fair: bool = True) -> JobRecord | None:
         """The job whose turn it is; None when no job waits.
 
         Highest priority, then the group with the fewest running jobs, then the group served
-        longest ago, then the oldest job.
+        longest ago; within it the job that is predicted to take longest, then the oldest.
+        Longest first leaves the short ones to fill the workers' last gaps. Not `fair`: highest
+        priority, then longest, whatever the group.
         """
         share = self._connection.one(
             "SELECT priority, group_key FROM shares WHERE lane = ? AND queued > 0 "
@@ -191,11 +197,18 @@ class JobTable:
         )
         if share is None:
             return None
-        row = self._connection.one(
-            "SELECT * FROM jobs WHERE state = 'queued' AND lane = ? AND priority = ? "
-            "AND group_key = ? ORDER BY seq LIMIT 1",
-            (lane, share["priority"], share["group_key"]),
-        )
+        if fair:
+            row = self._connection.one(
+                "SELECT * FROM jobs WHERE state = 'queued' AND lane = ? AND priority = ? "
+                "AND group_key = ? ORDER BY predicted_s DESC, seq LIMIT 1",
+                (lane, share["priority"], share["group_key"]),
+            )
+        else:
+            row = self._connection.one(
+                "SELECT * FROM jobs INDEXED BY jobs_longest WHERE state = 'queued' AND lane = ? "
+                "AND priority = ? ORDER BY predicted_s DESC, seq LIMIT 1",
+                (lane, share["priority"]),
+            )
         if row is None:
             raise StoreError(
                 f"{self._connection.path}: group {share['group_key']!r} counts queued jobs that "
@@ -205,7 +218,7 @@ class JobTable:
 
     def start(self, job: JobRecord, lease: LeaseRecord) -> None:
         """Move a queued job to running under a lease; counts as a try."""
-        with self._connection.transaction():
+        with self._connection.joined():
             self._connection.execute(
                 "UPDATE jobs SET state = 'running', tries = tries + 1, worker = ?, started_at = ? "
                 "WHERE id = ?",
@@ -261,6 +274,20 @@ class JobTable:
         )
         return cursor.rowcount == 1
 
+    def keep(self, tokens: Sequence[str], expires_mono_s: float) -> list[str]:
+        """Move the end of many leases, none beyond its job's deadline; returns those long over."""
+        at = self._clock.now()
+        over: list[str] = []
+        for token in tokens:
+            cursor = self._connection.execute(
+                "UPDATE leases SET heartbeat_at = ?1, expires_mono_s = min(?2, acquired_mono_s + "
+                "(SELECT deadline_s FROM jobs WHERE jobs.id = leases.job_id)) WHERE token = ?3",
+                (at, expires_mono_s, token),
+            )
+            if cursor.rowcount == 0:
+                over.append(token)
+        return over
+
     def shift_leases(self, session: str, seconds: float) -> None:
         """Move the end, and the deadline with it, of every lease of a session."""
         self._connection.execute(
@@ -280,7 +307,7 @@ class JobTable:
 
     def requeue(self, job: JobRecord, reason: str) -> None:
         """Move a running job back to queued; it keeps its place in its group."""
-        with self._connection.transaction():
+        with self._connection.joined():
             self._connection.execute("DELETE FROM leases WHERE job_id = ?", (job.id,))
             self._connection.execute("UPDATE jobs SET state = 'queued' WHERE id = ?", (job.id,))
             self._share(job, "queued = queued + 1, running = running - 1")
@@ -288,7 +315,7 @@ class JobTable:
 
     def give_back(self, job: JobRecord) -> None:
         """Move a running job back to queued as if this try had not been: we stopped it ourselves."""
-        with self._connection.transaction():
+        with self._connection.joined():
             self._connection.execute("UPDATE jobs SET tries = tries - 1 WHERE id = ?", (job.id,))
             self.requeue(job, "interrupted")
 
@@ -305,7 +332,7 @@ class JobTable:
         reason: str | None,
         detail: str | None,
     ) -> None:
-        with self._connection.transaction():
+        with self._connection.joined():
             self._connection.execute("DELETE FROM leases WHERE job_id = ?", (job.id,))
             self._connection.execute(
                 "UPDATE jobs SET state = ?, result = ?, reason = ?, detail = ?, finished_at = ? "

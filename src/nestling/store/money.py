@@ -85,7 +85,7 @@ class MoneyTable:
 
         Reserving the same id again changes nothing.
         """
-        with self._connection.transaction():
+        with self._connection.joined():
             if self._connection.one("SELECT 1 FROM money WHERE id = ?", (reservation.id,)):
                 return None
             for scope in reservation.scopes():
@@ -115,7 +115,7 @@ class MoneyTable:
 
         An unknown or already settled id changes nothing.
         """
-        with self._connection.transaction():
+        with self._connection.joined():
             row = self._connection.one(
                 "SELECT * FROM money WHERE id = ? AND state = 'reserved'", (reservation_id,)
             )

@@ -224,7 +224,15 @@ CREATE TABLE money_totals (
 ) STRICT, WITHOUT ROWID;
 """
 
-MIGRATIONS: tuple[str, ...] = (_V1,)
+_V2 = """
+ALTER TABLE jobs ADD COLUMN predicted_s REAL NOT NULL DEFAULT 0 CHECK (predicted_s >= 0);
+DROP INDEX jobs_waiting;
+CREATE INDEX jobs_waiting ON jobs (lane, priority, group_key, predicted_s DESC, seq)
+  WHERE state = 'queued';
+CREATE INDEX jobs_longest ON jobs (lane, priority, predicted_s DESC, seq) WHERE state = 'queued';
+"""
+
+MIGRATIONS: tuple[str, ...] = (_V1, _V2)
 VERSION = len(MIGRATIONS)
 
 

@@ -1,0 +1,109 @@
+"""`nestling fleet`: what a pool of workers does and costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from nestling.cli.options import Commands, json_option, print_json, print_table, say
+
+if TYPE_CHECKING:
+    from nestling.fleet.simulate import SimulationReport
+
+__all__ = ["command"]
+
+
+@click.group("fleet", cls=Commands)
+def command() -> None:
+    """Simulate a fleet of workers."""
+
+
+@command.command("simulate")
+@click.option("--jobs", type=click.IntRange(1), default=40, show_default=True)
+@click.option("--workers", type=click.IntRange(1), default=16, show_default=True)
+@click.option(
+    "--deaths-per-minute", type=click.FloatRange(0, 1, max_open=True), default=0.0,
+    show_default=True, help="Share of the busy workers that die in a minute; 0.01 is 1 %.",
+)  # fmt: skip
+@click.option(
+    "--stragglers", type=click.FloatRange(0, 1), default=0.0, show_default=True,
+    help="Share of the tries that take four times as long.",
+)  # fmt: skip
+@click.option("--mean-s", type=click.FloatRange(0, min_open=True), default=240.0,
+              show_default=True, help="Mean length of a job.")  # fmt: skip
+@click.option("--sigma", type=click.FloatRange(0), default=0.6, show_default=True,
+              help="Spread of the logarithm of the length.")  # fmt: skip
+@click.option(
+    "--prediction-sigma", type=click.FloatRange(0), default=0.2, show_default=True,
+    help="Error of the logarithm of the predicted length.",
+)  # fmt: skip
+@click.option("--no-predictions", is_flag=True, help="Jobs in the order in which they came.")
+@click.option("--groups", type=click.IntRange(1), default=1, show_default=True,
+              help="Groups that share the workers.")  # fmt: skip
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--folder", type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="Keep the run store there.",
+)  # fmt: skip
+@json_option
+@click.pass_context
+def simulate(
+    context: click.Context,
+    *,
+    jobs: int,
+    workers: int,
+    deaths_per_minute: float,
+    stragglers: float,
+    mean_s: float,
+    sigma: float,
+    prediction_sigma: float,
+    no_predictions: bool,
+    groups: int,
+    seed: int,
+    folder: Path | None,
+    as_json: bool,
+) -> None:
+    """The real queue, pool and store against simulated workers, without waiting.
+
+    Exits 1 when a job was lost or counted twice.
+    """
+    from nestling.fleet.simulate import Simulation, simulate
+    from nestling.fleet.simulate_workers import Hazards
+
+    report = simulate(
+        Simulation(
+            num_jobs=jobs,
+            num_workers=workers,
+            mean_s=mean_s,
+            sigma=sigma,
+            prediction_sigma=None if no_predictions else prediction_sigma,
+            num_groups=groups,
+            hazards=Hazards(
+                deaths_per_minute=deaths_per_minute, straggler_share=stragglers, seed=seed
+            ),
+            seed=seed,
+        ),
+        folder,
+    )
+    if as_json:
+        print_json(report.as_json())
+    else:
+        _show(report)
+    if report.lost or report.duplicated:
+        say("error: jobs were lost or counted twice")
+        context.exit(1)
+
+
+def _show(report: SimulationReport) -> None:
+    print_table(
+        ("figure", "value"),
+        [
+            (name, f"{value}")
+            for name, value in report.as_json().items()
+            if not isinstance(value, dict)
+        ],
+    )
+    for share, mib in report.rss_mib_at_done_share.items():
+        click.echo(f"memory with {float(share):.0%} of the jobs over: {mib} MiB")
