@@ -52,8 +52,8 @@ TASK = EpisodeTask(family=get("ledger"), task_id="t", task_seed=1, policy_seed=2
 PROMPT = AgentPrompt(system="s", user="u", tool_schemas=(), style="compact", family="ledger")
 WORDS = Tokenizer.closed(
     [
-        *"get_baseline_scores list_files read_file write_file submit_job job.toml".split(),
-        *'<tool_call> </tool_call> ": { } ok error accepted'.split(),
+        *["get_baseline_scores", "list_files", "read_file", "write_file", "submit_job", "job.toml"],
+        *["<tool_call>", "</tool_call>", '":', "{", "}", "ok", "error", "accepted"],
         *(RANGE_GAP, REWARDS_GAP, TASKSET_PATH, "\n", " "),
     ]
 )

@@ -252,7 +252,7 @@ class TurnBatcher:
         self, loop: asyncio.AbstractEventLoop, batch: list[_Waiting], done: Future[list[Sampled]]
     ) -> None:
         self._is_busy = False
-        error = done.exception()
+        error = LearnerError("the learner was closed") if done.cancelled() else done.exception()
         if error is None:
             parts = zip(batch, done.result(), strict=True)
             unfinished = [one for one, part in parts if not one.add(part)]
