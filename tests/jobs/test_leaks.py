@@ -188,3 +188,17 @@ def test_lines_made_of_escaped_quotes_are_read_in_linear_time(indexed):
 
 def test_characters_that_swell_when_normalised_stay_small():
     assert len(_words("\ufdfa\u3316" * 1000 + " x")) < 10
+
+
+@pytest.mark.parametrize("name", ["calc_chain", "ledger", "dispatch"])
+def test_items_inside_longer_texts_are_found_among_many_hidden_items(name):
+    family = get(name)
+    hidden = items_of(family, 1, 1200)
+    index = LeakIndex.build(family, {"b": hidden}, key=b"0123456789abcdef")
+    leaked = [
+        row_of(i, f"Please help me. {item.prompt} Thank you, and be exact.")
+        for i, item in enumerate(hidden[:256])
+    ]
+    assert leak_problems(index, leaked, {})
+    for seed in (21, 22, 23, 24):
+        assert leak_problems(index, rows_of(items_of(family, seed, 512)), {}) == []

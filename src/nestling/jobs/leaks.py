@@ -48,6 +48,8 @@ _MIN_CHARS: Final = 20
 _HONEST_ROWS: Final = 2000
 _MAX_CHANCE: Final = 0.002
 """A reading that more honest rows match than this says nothing in that family."""
+_MAX_PHRASE_CHANCE: Final = 0.05
+"""The same for phrases: short items share some with many rows, but few share them with 400 items."""
 _FALSE_ALARM: Final = 1e-4
 _MAX_TEXTS: Final = 50_000
 """Strings looked at in a job's files; a job has at most 2 MiB of them."""
@@ -88,7 +90,9 @@ class LeakIndex:
     sizes: Mapping[str, int]
     """Split to number of items."""
     chance: float = 0.0
-    """How often, at most, one honest row matches one given item (95 % bound)."""
+    """How often, at most, one honest row matches one given item as a whole (95 % bound)."""
+    phrase_chance: float = 0.0
+    """The same for matches in pieces, which are weaker evidence and are counted apart."""
 
     @classmethod
     def for_family(
@@ -141,20 +145,25 @@ class LeakIndex:
 
     def _calibrated(self, honest: Sequence[_Text]) -> LeakIndex:
         """Without the readings that honest rows match too often, and with the rate of the rest."""
-        matches = [match for text in honest for match in self._match(text, "honest")]
+        by_row = [{(m.kind, m.split, m.item) for m in self._match(t, "honest")} for t in honest]
+        matches = [match for row in by_row for match in row]
         common = {
             kind
             for kind in _KINDS
-            if sum(match.kind == kind for match in matches) > _MAX_CHANCE * len(honest)
+            if sum(match[0] == kind for match in matches)
+            > (_MAX_PHRASE_CHANCE if kind == "phrases" else _MAX_CHANCE) * len(honest)
         }
-        remaining = {(match.split, match.item) for match in matches if match.kind not in common}
+        pairs = len(honest) * max(1, sum(self.sizes.values()))
+        whole = {match[1:] for match in matches if match[0] not in common | {"phrases"}}
+        pieces = sum(match[0] == "phrases" for match in matches)
         return replace(
             self,
             fingerprints={
                 mark: value for mark, value in self.fingerprints.items() if value[2] not in common
             },
             phrases={} if "phrases" in common else self.phrases,
-            chance=(len(remaining) + 3) / (len(honest) * max(1, sum(self.sizes.values()))),
+            chance=(len(whole) + 3) / pairs,
+            phrase_chance=(pieces + 3 + 2 * math.sqrt(pieces)) / pairs,
         )
 
     def search(self, rows: Sequence[Row], files: Mapping[str, bytes]) -> list[LeakMatch]:
@@ -171,9 +180,10 @@ class LeakIndex:
             _note(matches, self._match_phrases(_words(source), path))
         return list(matches.values())
 
-    def tolerated(self, split: str, num_rows: int) -> int:
+    def tolerated(self, split: str, num_rows: int, *, in_pieces: bool = False) -> int:
         """Matches that chance explains: honest rows exceed it once in ten thousand jobs."""
-        mean = self.chance * self.sizes[split] * num_rows
+        chance = self.phrase_chance if in_pieces else self.chance
+        mean = chance * self.sizes[split] * num_rows
         count, term = 0, math.exp(-mean)
         below = term
         while below < 1 - _FALSE_ALARM:
@@ -191,6 +201,7 @@ class LeakIndex:
             "phrase_counts": [list(value) for value in self.phrase_counts],
             "sizes": dict(self.sizes),
             "chance": self.chance,
+            "phrase_chance": self.phrase_chance,
         }
         return json.dumps(document).encode()
 
@@ -210,6 +221,7 @@ class LeakIndex:
             phrase_counts=tuple((s, n, c) for s, n, c in document["phrase_counts"]),
             sizes=document["sizes"],
             chance=document["chance"],
+            phrase_chance=document.get("phrase_chance", 0.0),
         )
 
     def _match(self, text: _Text, where: str) -> Iterator[LeakMatch]:
@@ -254,9 +266,13 @@ def leak_problems(
         by_split.setdefault(match.split, []).append(match)
     problems = []
     for split, matches in by_split.items():
-        if len(matches) <= index.tolerated(split, len(rows)):
+        pieces = [match for match in matches if match.kind.endswith("phrases")]
+        if len(matches) - len(pieces) > index.tolerated(split, len(rows)):
+            first = next(match for match in matches if not match.kind.endswith("phrases"))
+        elif len(pieces) > index.tolerated(split, len(rows), in_pieces=True):
+            first = pieces[0]
+        else:
             continue
-        first = matches[0]
         which = "example items of TASK.md" if split == "dev" else "items of the hidden eval"
         encoded = "encoded, " if first.kind.startswith("encoded ") else ""
         how = encoded + _KINDS[first.kind.removeprefix("encoded ")]
