@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -16,6 +17,13 @@ from nestling.jobs.outcome import Outcome, StepRecord
 from nestling.jobs.probe_report import ProbeReport
 
 __all__ = ["JobServices", "StageSeconds", "job_handlers", "pack_bundle", "unpack_bundle"]
+
+T = TypeVar("T")
+
+_UNEXPLAINED = re.compile(r"[a-z_]+\.exited")
+"""Reasons of outcomes and codes of probe problems: the environment ended without a word."""
+_BROKEN_WORKER = re.compile(r"jail\.zygote|scorer\.died|[a-z_]+\.jail_zygote")
+_TRIES = 3
 
 
 class JobServices(Protocol):
@@ -52,7 +60,11 @@ def job_handlers(
     def check(payload: dict[str, Any], context: HandlerContext) -> object:
         context.stage("check", seconds.check)
         bundle = unpack_bundle(artifacts, payload["bundle"])
-        return services.check(bundle, payload["family"]).model_dump(mode="json")
+        report = _repeated(
+            lambda: services.check(bundle, payload["family"]),
+            lambda report: [problem.code for problem in report.problems],
+        )
+        return report.model_dump(mode="json")
 
     def run(payload: dict[str, Any], context: HandlerContext) -> object:
         context.stage("run", seconds.run)
@@ -61,13 +73,33 @@ def job_handlers(
         def log(step: StepRecord) -> None:
             context.progress({"step": step.step, "reward_mean": step.reward_mean})
 
-        return services.run(bundle, payload["family"], log).model_dump(mode="json")
+        outcome = _repeated(
+            lambda: services.run(bundle, payload["family"], log), lambda outcome: [outcome.reason]
+        )
+        return outcome.model_dump(mode="json")
 
     def baseline(payload: dict[str, Any], context: HandlerContext) -> object:
         context.stage("baseline", seconds.baseline)
         return services.baselines(payload["family"])
 
     return {"check": check, "run": run, "baseline": baseline}
+
+
+def _repeated(do: Callable[[], T], reasons: Callable[[T], Sequence[str]]) -> T:
+    """Do it again when its environment ended without a word; jobs are repeatable.
+
+    From outside, an environment that ends itself looks like one that the machine ended (an operator,
+    the kernel short of memory). Only the first does so every time, and then that is its outcome.
+    Parts of the worker that are broken for good end the worker: the pool starts another.
+    """
+    for _ in range(_TRIES - 1):
+        result = do()
+        found = reasons(result)
+        if any(_BROKEN_WORKER.fullmatch(reason) for reason in found):
+            raise SystemExit(f"this worker is broken: {', '.join(found)}")
+        if not any(_UNEXPLAINED.fullmatch(reason) for reason in found):
+            return result
+    return do()
 
 
 class _Packed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
