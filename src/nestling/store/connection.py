@@ -22,6 +22,7 @@ __all__ = ["Connection"]
 _BUSY_TIMEOUT_S = 30.0
 """How long a writer waits for another process's transaction."""
 
+_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
@@ -45,11 +46,11 @@ class Connection:
         unclean = _has_wal(path)
         try:
             self._sqlite = _connect(path, read_only, busy_timeout_s)
-        except sqlite3.Error as error:
+        except _ERRORS as error:
             raise self._explain(error) from error
         try:
             self._prepare(unclean)
-        except sqlite3.Error as error:
+        except _ERRORS as error:
             self._sqlite.close()
             raise self._explain(error) from error
         except StoreError:
@@ -115,7 +116,7 @@ class Connection:
             self._require_whole()
             try:
                 return self._sqlite.execute(sql, values)
-            except sqlite3.Error as error:
+            except _ERRORS as error:
                 raise self._explain(error) from error
 
     def execute_many(self, sql: str, rows: Sequence[Sequence[Any]]) -> None:
@@ -124,7 +125,7 @@ class Connection:
             self._require_whole()
             try:
                 self._sqlite.executemany(sql, rows)
-            except sqlite3.Error as error:
+            except _ERRORS as error:
                 raise self._explain(error) from error
 
     def one(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Row | None:
@@ -132,7 +133,7 @@ class Connection:
         with self._lock:
             try:
                 row: sqlite3.Row | None = self._sqlite.execute(sql, values).fetchone()
-            except sqlite3.Error as error:
+            except _ERRORS as error:
                 raise self._explain(error) from error
             return row
 
@@ -141,7 +142,7 @@ class Connection:
         with self._lock:
             try:
                 return self._sqlite.execute(sql, values).fetchall()
-            except sqlite3.Error as error:
+            except _ERRORS as error:
                 raise self._explain(error) from error
 
     def check(self) -> None:
@@ -213,7 +214,9 @@ class Connection:
             self._sqlite.execute(f"ROLLBACK TO s{depth}")
             self._sqlite.execute(f"RELEASE s{depth}")
 
-    def _explain(self, error: sqlite3.Error) -> StoreError:
+    def _explain(self, error: Exception) -> StoreError:
+        if isinstance(error, UnicodeDecodeError):  # an error message that quotes damaged text
+            return StoreError(_damaged(self.path, "its schema cannot be read"))
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and not self.read_only):
             return StoreError(
