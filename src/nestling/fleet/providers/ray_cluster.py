@@ -246,7 +246,8 @@ class RayProvider:
 
         A node that cannot be reached is left to Ray; an answer from there is not heard any more.
         """
-        await finish(self._terminate(name))
+        with suppress(TimeoutError):  # we stood still ourselves
+            await finish(self._terminate(name))
 
     async def _terminate(self, name: str) -> None:
         node = self._nodes.pop(name, None)
@@ -369,7 +370,8 @@ class _Gateway:
                 env=_environment() | {process_tree.MARKER: marker},
                 start_new_session=True,
             )
-        threading.Thread(target=self._read, name="ray-gateway", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="ray-gateway", daemon=True)
+        self._reader.start()
 
     async def connect(self, connect: Connect) -> None:
         """Join the cluster; `FleetError` when that fails."""
@@ -415,13 +417,14 @@ class _Gateway:
     def close(self, *, at_once: bool = False) -> None:
         """End the process, by its own doing if it can, and whatever it started; blocks."""
         self.is_alive = False
+        with suppress(OSError), self._writing:
+            cast("BinaryIO", self._process.stdin).close()
         if not at_once:
-            with suppress(OSError), self._writing:
-                cast("BinaryIO", self._process.stdin).close()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_CLOSE_S)
         process_tree.end_tree(self._process.pid, self._marker, _rest)
         self._process.wait()
+        self._reader.join()
 
     def _write(self, data: bytes) -> None:
         stdin = self._process.stdin
@@ -434,8 +437,9 @@ class _Gateway:
             raise FleetError(f"the connection to Ray is lost; its log is {self._log}") from error
 
     def _read(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            for body in read_frames(cast("BinaryIO", self._process.stdout)):
+        # The loop may be closed before we are.
+        with cast("BinaryIO", self._process.stdout) as stdout, suppress(RuntimeError):
+            for body in read_frames(stdout):
                 self._loop.call_soon_threadsafe(self._hear, _from_gateway.decode(body))
             self._loop.call_soon_threadsafe(self._lost)
 

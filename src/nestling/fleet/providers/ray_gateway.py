@@ -16,12 +16,14 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import secrets
 import shutil
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import msgspec
@@ -174,6 +176,8 @@ def main() -> int:
         return 2
     say = _Say(answers)
     folder = tempfile.mkdtemp(prefix="nray-") if not connect.address else None
+    if folder is not None:
+        _use_token(Path(folder) / "token")
     try:
         import ray
 
@@ -213,6 +217,15 @@ def _join(ray: Any, connect: Connect, folder: str | None) -> str:  # noqa: ANN40
                 ray.kill(ray.get_actor(actor["name"]))
     has = ray.cluster_resources()
     return ", ".join(f"{name} {has[name]:g}" for name in sorted(has) if ":" not in name)
+
+
+def _use_token(path: Path) -> None:
+    """Let nobody else into a cluster of ours; Ray reads this when it is imported."""
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
 
 
 class _Say:
