@@ -1,4 +1,4 @@
-"""Agents as a person names them: a scripted one, the shipped model, a model folder, a run."""
+"""Agents as a person names them: scripted, the shipped model, a model folder, a run, an endpoint."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Final
 from nestling.agent.episode import EventSink, run_episode
 from nestling.agent.episode_result import EpisodeResult
 from nestling.agent.job_runner import JobRunner
+from nestling.agent.policies.endpoint_config import EndpointConfig, read_endpoint
 from nestling.config import AgentConfig, RunConfig
 from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError
@@ -22,11 +23,14 @@ from nestling.outer.play import PlayPlan
 from nestling.outer.player import AgentPlayer
 from nestling.wiring import agent_folder, episode_task, open_learner, reference_policy
 
-__all__ = ["REFERENCES", "AgentSpec", "open_agent", "read_agent"]
+__all__ = ["REFERENCES", "AgentSpec", "model_folder", "open_agent", "read_agent"]
 
 REFERENCES: Final = ("noop", "random", "template", "oracle")
 _EMBEDDED: Final = "embedded"
+_ENDPOINT: Final = "endpoint:"
 _WEIGHTS: Final = "model.safetensors"
+_MERGED: Final = "merged"
+"""Whole weights inside an exported adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +42,16 @@ class AgentSpec:
     arm: str
     """Equal only for equal weights, so that recorded episodes are never those of another model."""
     folder: Path | None
-    """Model folder; None for a scripted agent."""
+    """Model folder; None for a scripted agent and for an endpoint."""
+    endpoint: EndpointConfig | None = None
 
 
 def read_agent(text: str) -> AgentSpec:
-    """Find the agent called `noop`, `random`, `template`, `oracle`, `embedded` or `embedded:WHAT`.
+    """Find the agent that is called so.
 
-    WHAT is a shipped agent, a model folder, or a run folder, which stands for its newest agent.
+    `noop`, `random`, `template`, `oracle`, `embedded`, `embedded:WHAT` (a shipped agent, a model
+    folder, an exported agent, or a run folder, which stands for its newest agent), or
+    `endpoint:URL#MODEL` (see `read_endpoint`), which nothing is asked of yet.
 
     Raises:
         ConfigError: no such agent.
@@ -52,12 +59,18 @@ def read_agent(text: str) -> AgentSpec:
     kind, colon, where = text.partition(":")
     if text in REFERENCES:
         return AgentSpec(label=text, arm=text, folder=None)
+    if text.startswith(_ENDPOINT):
+        endpoint = read_endpoint(text.removeprefix(_ENDPOINT))
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", endpoint.model)
+        return AgentSpec(
+            label=text, arm=f"{name}-{endpoint.identity[:8]}", folder=None, endpoint=endpoint
+        )
     if kind != _EMBEDDED or (colon and not where):
         raise ConfigError(
-            f"unknown agent {text!r}; expected {', '.join(REFERENCES)}, embedded, or "
-            f"embedded:FOLDER with a model or a run; check the spelling"
+            f"unknown agent {text!r}; expected {', '.join(REFERENCES)}, embedded, "
+            f"embedded:FOLDER with a model or a run, or endpoint:URL#MODEL; check the spelling"
         )
-    folder = _model_folder(where) if where else agent_folder(AgentConfig().model)
+    folder = model_folder(where) if where else agent_folder(AgentConfig().model)
     digest = hashlib.sha256((folder / _WEIGHTS).read_bytes()).hexdigest()
     name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)
     return AgentSpec(label=text, arm=f"{name}-{digest[:8]}", folder=folder)
@@ -74,6 +87,20 @@ async def open_agent(
 ) -> AsyncIterator[PlayPlan]:
     """The agent, ready to play planned episodes; its model is freed at the end."""
     clock = SystemClock()
+    if spec.endpoint is not None:
+        from nestling.agent.policies.endpoint import EndpointPolicy
+
+        agent = config.agent.model_copy(update={"style": spec.endpoint.style})
+        asked = config.model_copy(update={"agent": agent})
+        async with EndpointPolicy.opened(spec.endpoint, clock=clock) as remote:
+
+            async def ask(plan: EpisodePlan) -> EpisodeResult:
+                task = episode_task(asked, plan)
+                runner = make_runner(plan)
+                return await run_episode(task, remote, runner, events=events, clock=clock)
+
+            yield ask
+        return
     if spec.folder is None:
         policy = reference_policy(spec.label)
 
@@ -106,17 +133,24 @@ async def open_agent(
         learner.close()
 
 
-def _model_folder(where: str) -> Path:
-    """The folder that holds the weights."""
+def model_folder(where: str) -> Path:
+    """The folder that holds the weights of a shipped agent, a model, an exported agent or a run.
+
+    Raises:
+        ConfigError: there are none.
+    """
     folder = agent_folder(where)
     if (folder / "run.db").is_file():
         saved = sorted(folder.glob(f"learner/step-*/{_WEIGHTS}"))
         if not saved:
             raise ConfigError(
                 f"the run {folder} has saved no agent with all its weights; expected "
-                f"{folder}/learner/step-*/{_WEIGHTS}; let the run make a step, or name a model folder"
+                f"{folder}/learner/step-*/{_WEIGHTS}; let the run make a step, export an adapter "
+                f"with `nestling export`, or name a model folder"
             )
         return saved[-1].parent
+    if (folder / "adapter_config.json").is_file() and (folder / _MERGED / _WEIGHTS).is_file():
+        return folder / _MERGED
     if not (folder / _WEIGHTS).is_file():
         raise ConfigError(
             f"{folder} has no {_WEIGHTS}; expected a model folder or a run folder; check the path"

@@ -1,0 +1,440 @@
+"""An OpenAI-compatible server over one of our models: `/v1/models` and `/v1/chat/completions`.
+
+Tools, `tool_calls` in the reply, log-probabilities of the sampling distribution, seeds, streaming. It
+listens on loopback without a token; anywhere else a token is required of every request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from nestling.core.clock import Clock, SystemClock
+from nestling.core.errors import ConfigError, ModelError, NestlingError
+from nestling.core.seeds import derive_seed
+from nestling.engine.checkpoint import load_model
+from nestling.engine.model import Model
+from nestling.engine.serve_chat import (
+    ApiError,
+    ChatRequest,
+    History,
+    Reply,
+    parse_request,
+    reply_message,
+)
+from nestling.engine.serve_sampling import BusyError, Piece, SamplingRequest, SamplingThread
+from nestling.engine.serve_text import TextStream, logprob_entries
+
+__all__ = ["LOOPBACK", "ChatServer", "ServeConfig", "serve", "shows_tools"]
+
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+_MAX_BODY_BYTES: Final = 8 * 1024 * 1024
+
+ToolPrompt = Literal["auto", "always", "never"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """How a model is served."""
+
+    name: str
+    """Id of the model in the API."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free one."""
+    token: str | None = None
+    """Asked for as a bearer token; required when `host` is not loopback."""
+    num_slots: int = 16
+    """Conversations that are decoded together and keep their cache."""
+    max_len: int = 0
+    """Tokens of one conversation; 0: as many as the model takes."""
+    max_waiting: int = 256
+    """Open requests; more are answered 429."""
+    shows_tools: bool = True
+    """Tools go into the prompt; not for models that were never shown any."""
+
+    def __post_init__(self) -> None:
+        if self.host not in LOOPBACK and not self.token:
+            raise ConfigError(
+                f"host {self.host} can be reached from outside; expected a token for it; set the "
+                f"environment variable of the token, or listen on 127.0.0.1"
+            )
+
+
+def shows_tools(folder: Path, tool_prompt: ToolPrompt = "auto") -> bool:
+    """Whether the prompt names the tools; `auto`: when the model's own chat template does."""
+    if tool_prompt != "auto":
+        return tool_prompt == "always"
+    templates = []
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        path = folder / name
+        if path.is_file():
+            templates.append(path.read_text("utf-8", errors="replace"))
+    return any("tools" in text for text in templates)
+
+
+async def serve(
+    folder: Path, config: ServeConfig, told: Callable[[str], None], *, clock: Clock | None = None
+) -> None:
+    """Serve until the process is told to end (SIGINT, SIGTERM); `told` gets the base URL."""
+    server = ChatServer(load_model(folder), config, clock or SystemClock())
+    try:
+        async with server.listening() as url:
+            told(url)
+            await server.ended()
+    finally:
+        server.close()
+
+
+class ChatServer:
+    """One model behind HTTP. Takes over `model`; `close` it at the end."""
+
+    def __init__(self, model: Model, config: ServeConfig, clock: Clock) -> None:
+        self._config = config
+        self._tokenizer = model.tokenizer
+        self._clock = clock
+        most = model.config.max_positions
+        if config.max_len > most:
+            raise ConfigError(
+                f"max_len={config.max_len}; expected at most {most}, as the model takes"
+            )
+        self._sampling = SamplingThread(
+            model,
+            num_slots=config.num_slots,
+            max_len=config.max_len or most,
+            max_waiting=config.max_waiting,
+        )
+        self._history = History(model.tokenizer, shows_tools=config.shows_tools)
+        self._num_requests = 0
+        # A restart must not repeat the seeds of requests that brought none.
+        self._root_seed = secrets.randbits(63)
+        self._task: asyncio.Task[None] | None = None
+        self.app = self._make_app()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        """Accept connections inside the block; gives the base URL, ending in `/v1`.
+
+        Raises `ConfigError` when the port is taken.
+        """
+        config = self._config
+        taken = _bound(config.host, config.port)
+        port = taken.getsockname()[1]
+        running = uvicorn.Server(
+            uvicorn.Config(
+                self.app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=5,
+            )
+        )
+        async with asyncio.TaskGroup() as group:
+            self._task = group.create_task(running.serve(sockets=[taken]))
+            while not running.started and not self._task.done():  # noqa: ASYNC110 (a flag is all there is)
+                await asyncio.sleep(0.005)
+            host = f"[{config.host}]" if ":" in config.host else config.host
+            try:
+                yield f"http://{host}:{port}/v1"
+            finally:
+                running.should_exit = True
+
+    async def ended(self) -> None:
+        """Wait until the server was told to end."""
+        assert self._task is not None
+        await asyncio.wait([self._task])
+
+    def close(self) -> None:
+        """End the sampling thread; may be called twice."""
+        self._sampling.close()
+
+    def _make_app(self) -> Starlette:
+        guards = []
+        if self._config.host in ("127.0.0.1", "localhost"):
+            # A web page must not reach us by a name that it lets point here.
+            guards.append(
+                Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+            )
+        return Starlette(
+            routes=[
+                Route("/health", _health),
+                Route("/v1/models", self._models),
+                Route("/v1/chat/completions", self._completions, methods=["POST"]),
+            ],
+            middleware=guards,
+            exception_handlers={
+                ApiError: _api_error,
+                404: _not_found,
+                405: _not_found,
+                500: _internal,
+            },
+        )
+
+    async def _models(self, request: Request) -> Response:
+        self._check_token(request)
+        entry = {"id": self._config.name, "object": "model", "created": 0, "owned_by": "nestling"}
+        entry["max_model_len"] = self._sampling.max_len
+        return JSONResponse({"object": "list", "data": [entry]})
+
+    async def _completions(self, request: Request) -> Response:
+        self._check_token(request)
+        asked = parse_request(await _body(request))
+        if asked.model and asked.model != self._config.name:
+            raise ApiError(
+                f"the model {asked.model!r} does not exist; this server has {self._config.name!r}",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+        answer = self._start(asked)
+        if asked.stream:
+            return StreamingResponse(answer.events(), media_type="text/event-stream")
+        return JSONResponse(await answer.whole())
+
+    def _start(self, asked: ChatRequest) -> _Answer:
+        """Queue the turn; what cannot be served is refused here."""
+        prompt = self._history.prompt(asked)
+        room = self._sampling.max_len - len(prompt)
+        if room < 1:
+            raise ApiError(
+                f"the maximum context length is {self._sampling.max_len} tokens, the messages have "
+                f"{len(prompt)}; shorten them",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        self._num_requests += 1
+        number = self._num_requests
+        if asked.seed is not None:
+            seed = asked.seed % 2**63
+        else:
+            seed = derive_seed(self._root_seed, "request", number)
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        limit = asked.max_completion_tokens or asked.max_tokens or room
+        request = SamplingRequest(
+            ids=tuple(prompt),
+            seed=seed,
+            max_tokens=min(limit, room),
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            tell=lambda piece: _tell(loop, pieces, piece),
+        )
+        try:
+            self._sampling.submit(request)
+        except BusyError as error:
+            raise ApiError(str(error), status=429, kind="rate_limit_error", code="busy") from error
+        except ModelError as error:
+            raise ApiError(str(error), param="messages") from error
+        head = {
+            "id": f"chatcmpl-{number:08d}",
+            "created": int(self._clock.now()),
+            "model": self._config.name,
+        }
+        return _Answer(self._history, self._tokenizer, asked, request, pieces, head)
+
+    def _check_token(self, request: Request) -> None:
+        token = self._config.token
+        given = request.headers.get("authorization", "")
+        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise ApiError(
+                "the token is missing or wrong; send it as `Authorization: Bearer ...`",
+                status=401,
+                kind="authentication_error",
+                code="invalid_api_key",
+            )
+
+
+class _Answer:
+    """One turn on its way to the client."""
+
+    def __init__(
+        self,
+        history: History,
+        tokenizer: Any,  # noqa: ANN401 (engine.tokenizer.Tokenizer)
+        asked: ChatRequest,
+        request: SamplingRequest,
+        pieces: asyncio.Queue[Piece],
+        head: dict[str, Any],
+    ) -> None:
+        self._history = history
+        self._tokenizer = tokenizer
+        self._asked = asked
+        self._request = request
+        self._pieces = pieces
+        self._head = head
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+
+    async def whole(self) -> dict[str, Any]:
+        """The completion as one object."""
+        stop = None
+        try:
+            while stop is None:
+                stop = (await self._next()).stop
+        finally:
+            self._request.cancelled = True
+        message, finish = self._message(stop)
+        choice: dict[str, Any] = {
+            "index": 0,
+            "message": message,
+            "finish_reason": finish,
+            "logprobs": None,
+        }
+        if self._asked.logprobs:
+            entries = logprob_entries(self._tokenizer, self._ids, self._logprobs)
+            choice["logprobs"] = {"content": entries}
+        answer = {"object": "chat.completion", **self._head, "choices": [choice]}
+        if self._asked.return_token_ids:
+            choice["token_ids"] = self._ids
+            answer["prompt_token_ids"] = list(self._request.ids)
+        return {**answer, "usage": self._usage()}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The completion as server-sent events; text that may be a call is held back until the end."""
+        text = TextStream(self._tokenizer, hides_calls=self._asked.wants_calls)
+        stop = None
+        try:
+            yield self._event({"role": "assistant", "content": ""})
+            while stop is None:
+                piece = await self._next()
+                stop = piece.stop
+                shown = text.add(piece.ids) if stop is None else ""
+                if stop is None and (shown or self._asked.logprobs):
+                    yield self._event({"content": shown} if shown else {}, piece=piece)
+            message, finish = self._message(stop)
+            delta: dict[str, Any] = {}
+            rest = (message["content"] or "")[text.num_shown :]
+            if rest:
+                delta["content"] = rest
+            if "tool_calls" in message:
+                delta["tool_calls"] = [{"index": 0, **call} for call in message["tool_calls"]]
+            yield self._event(delta, piece=piece)
+            yield self._event({}, finish=finish)
+            if self._asked.stream_options and self._asked.stream_options.include_usage:
+                yield _line({**self._chunk(), "choices": [], "usage": self._usage()})
+        except ApiError as error:
+            yield _line(error.body)
+        finally:
+            self._request.cancelled = True
+        yield b"data: [DONE]\n\n"
+
+    async def _next(self) -> Piece:
+        piece = await self._pieces.get()
+        if piece.stop == "error":
+            raise ApiError(piece.error, status=500, kind="server_error")
+        self._ids += piece.ids
+        self._logprobs += piece.logprobs
+        return piece
+
+    def _message(self, stop: str) -> tuple[dict[str, Any], str]:
+        """The reply, kept in the history."""
+        ids = self._ids[:-1] if stop == "stop" else self._ids
+        reply = Reply(
+            ids=tuple(self._ids),
+            logprobs=tuple(self._logprobs),
+            text=self._tokenizer.decode(ids),
+            stop=stop,
+        )
+        call_id = f"call_{self._head['id'].rpartition('-')[2]}"
+        message, finish = reply_message(reply, self._asked, call_id)
+        self._history.remember(self._request.ids, message, self._ids)
+        return message, finish
+
+    def _usage(self) -> dict[str, int]:
+        prompt, sampled = len(self._request.ids), len(self._ids)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
+
+    def _chunk(self) -> dict[str, Any]:
+        return {"object": "chat.completion.chunk", **self._head}
+
+    def _event(
+        self, delta: dict[str, Any], *, piece: Piece | None = None, finish: str | None = None
+    ) -> bytes:
+        choice: dict[str, Any] = {"index": 0, "delta": delta, "finish_reason": finish}
+        if piece is not None and self._asked.logprobs:
+            entries = logprob_entries(self._tokenizer, piece.ids, piece.logprobs)
+            choice["logprobs"] = {"content": entries}
+        if piece is not None and self._asked.return_token_ids:
+            choice["token_ids"] = list(piece.ids)
+        return _line({**self._chunk(), "choices": [choice]})
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket at this address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; expected a free port; "
+            f"choose another"
+        ) from error
+
+
+def _tell(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Piece], piece: Piece) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(pieces.put_nowait, piece)
+
+
+async def _body(request: Request) -> bytes:
+    """The body, when it is JSON of a bearable size. Plain forms of web pages are refused by type."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError("the content type must be application/json", status=415)
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > _MAX_BODY_BYTES:
+                raise ApiError(f"the body is longer than {_MAX_BODY_BYTES} bytes", status=413)
+    except ClientDisconnect as error:
+        raise ApiError("the client left") from error
+    return bytes(body)
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(value)}\n\n".encode()
+
+
+async def _health(request: Request) -> Response:
+    del request
+    return JSONResponse({"status": "ok"})
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, ApiError)
+    headers = {"Retry-After": "1"} if error.status == 429 else None
+    return JSONResponse(error.body, status_code=error.status, headers=headers)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    wrong = ApiError(f"{request.method} {request.url.path} is not served here", status=status)
+    return JSONResponse(wrong.body, status_code=status)
+
+
+async def _internal(request: Request, error: Exception) -> Response:
+    del request
+    name = type(error).__name__ if not isinstance(error, NestlingError) else str(error)
+    wrong = ApiError(f"the server failed: {name}", status=500, kind="server_error")
+    return JSONResponse(wrong.body, status_code=500)
