@@ -72,6 +72,8 @@ async def test_check_run_and_baselines(machine_room) -> None:
             (0.1, 0.4),
             1,
         )
+        # What the probe predicted orders the queue.
+        assert [job.predicted_s for job in room.store.jobs.all(kind="run")] == [3.0]
         assert await episode.baselines("ledger") == {"nano": 0.25, "micro": 0.5}
         wrong = await episode.check(bundle("wrong"), "ledger")
         assert [problem.code for problem in wrong.problems] == ["load.x"]

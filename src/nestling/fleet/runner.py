@@ -102,7 +102,7 @@ class FleetRunner:
 
     async def run(self, bundle: Bundle, family: str) -> Outcome:
         """Train and score a job that passed the probe; failure is an outcome, not an exception."""
-        record = await self._do("run", bundle, family)
+        record = await self._do("run", bundle, family, await self._predicted_s(bundle, family))
         if record.state == "failed":
             return _failed_outcome(record, bundle, family)
         return Outcome.model_validate(record.result)
@@ -117,10 +117,20 @@ class FleetRunner:
             )
         return {str(name): float(score) for name, score in dict(record.result or {}).items()}
 
-    async def _do(self, kind: Kind, bundle: Bundle | None, family: str) -> JobRecord:
-        payload: dict[str, Any] = {"family": family}
+    async def _predicted_s(self, bundle: Bundle, family: str) -> float:
+        """Seconds that the probe of this very job predicted; 0 when it was not probed."""
+        key = _reuse_key("check", _payload(bundle, family), self._settings.identity)
+        probed = await self._writer.run(lambda: self._queue.store.jobs.by_reuse_key(key))
+        if probed is None or probed.state != "done":
+            return 0.0
+        predicted = ProbeReport.model_validate(probed.result).predicted
+        return 0.0 if predicted is None else max(0.0, predicted.cpu_s)
+
+    async def _do(
+        self, kind: Kind, bundle: Bundle | None, family: str, predicted_s: float = 0.0
+    ) -> JobRecord:
+        payload = _payload(bundle, family)
         if bundle is not None:
-            payload["job_hash"] = bundle.job_hash
             payload["bundle"] = await asyncio.to_thread(pack_bundle, self._artifacts, bundle)
         settings = self._settings
         key = _reuse_key(kind, payload, settings.identity)
@@ -138,6 +148,7 @@ class FleetRunner:
                 reuse_key=key,
                 max_tries=settings.max_tries,
                 deadline_s=getattr(settings.deadlines, kind),
+                predicted_s=predicted_s,
             )
         )
 
@@ -187,6 +198,10 @@ class FleetRunner:
                 episode_id=self._episode_id,
             )
         )
+
+
+def _payload(bundle: Bundle | None, family: str) -> dict[str, Any]:
+    return {"family": family} | ({} if bundle is None else {"job_hash": bundle.job_hash})
 
 
 def _reuse_key(kind: Kind, payload: Mapping[str, Any], identity: Mapping[str, Any]) -> str:
