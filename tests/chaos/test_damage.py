@@ -115,7 +115,7 @@ def damaged_wals(wal: bytes, rng: random.Random, count: int) -> Iterator[bytes]:
             yield wal[:cut] + bytes(torn) + wal[cut + torn :]
 
 
-@pytest.mark.parametrize("count", [9, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [9, pytest.param(150, marks=pytest.mark.slow)])
 def test_cut_wal_is_a_whole_earlier_state_and_the_run_goes_on(
     tmp_path: Path, cut_run: tuple[bytes, bytes, list[int]], count: int
 ) -> None:
@@ -143,7 +143,7 @@ def named_damage(path: Path) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.slow)])
 def test_torn_pages_of_the_database_are_repaired_or_named(
     tmp_path: Path, cut_run: tuple[bytes, bytes, list[int]], count: int
 ) -> None:
