@@ -106,7 +106,9 @@ class Room:
         self._leaks: dict[str, LeakIndex | None] = {}
         price = load_prices()[config.fleet.machine]
         self.context = InnerContext(
-            trainer=EmbeddedTrainer(jail=jail, starter=self._zygote),
+            trainer=EmbeddedTrainer(
+                jail=jail, starter=self._zygote, leaks=self._leak_index
+            ),
             scorer=self._scorer,
             baselines=self.baselines_table,
             bases=folders,
@@ -160,7 +162,7 @@ class Room:
 def load_leak_index(family: str, items: int, state: Path) -> LeakIndex:
     """The leak index of a family, built once per secret and kept with mode 0600."""
     secret = EvalSecret.load_or_create(state / _SECRET_FILE)
-    path = state / "leaks" / f"{family}-{items}-{commitment(secret, 'a')[:16]}.json"
+    path = state / "leaks" / f"{family}-{items}-v2-{commitment(secret, 'a')[:16]}.json"
     if path.exists():
         return LeakIndex.loads(path.read_bytes())
     index = LeakIndex.for_family(family, secret, hidden=items)

@@ -55,7 +55,7 @@ BROKEN = [
         name="schema",
         code="schema.out_of_bounds",
         line="[schema] lr 0.1 is out of bounds; expected 1e-5..3e-3; fix: for example lr = 1e-4",
-        edits=(("job.toml", "lr = 0.001", "lr = 0.1"),),
+        edits=(("job.toml", "lr = 0.0003", "lr = 0.1"),),
     ),
     BrokenJob(
         name="unfilled",

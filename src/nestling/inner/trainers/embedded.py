@@ -8,7 +8,7 @@ limits is zero here, and `enable_thinking` has nothing to switch: our chat marku
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -25,10 +25,11 @@ from nestling.inner.guarded_env import Deadline, GuardedEnv
 from nestling.inner.row_sampler import RowSampler
 from nestling.inner.train_settings import Grouping, learner_for, rate_at, sampling_for
 from nestling.inner.trainer import StepLog, TrainRequest, TrainResult
-from nestling.jobs.env_client import EnvStarter, JailedEnv, open_env
+from nestling.jobs.env_client import EnvStarter, JailedEnv, RowCheck, open_env
 from nestling.jobs.jail import Jail, JailLimits
+from nestling.jobs.leaks import LeakIndex, leak_problems
 from nestling.jobs.outcome import StepRecord
-from nestling.jobs.rollout_env import RolloutEnv
+from nestling.jobs.rollout_env import RolloutEnv, Row
 from nestling.jobs.rollouts import EnvRollout, play_env
 
 __all__ = ["MAX_ROWS", "EmbeddedTrainer"]
@@ -46,11 +47,14 @@ class EmbeddedTrainer:
         jail: Jail,
         starter: EnvStarter | None = None,
         env_limits: JailLimits | None = None,
+        leaks: Callable[[str], LeakIndex | None] | None = None,
         clock: Clock | None = None,
     ) -> None:
+        """`leaks` gives a family's index: rows served in training alone are searched as well."""
         self._jail = jail
         self._starter = starter
         self._env_limits = env_limits or JailLimits()
+        self._leaks = leaks
         self._clock = clock or SystemClock()
 
     def train(self, request: TrainRequest, log: StepLog) -> TrainResult:
@@ -89,8 +93,20 @@ class EmbeddedTrainer:
             jail=self._jail,
             starter=self._starter,
             env_args=request.manifest.env,
+            check_rows=self._row_check(request.family),
             clock=self._clock,
         )
+
+    def _row_check(self, family: str) -> RowCheck | None:
+        index = None if self._leaks is None else self._leaks(family)
+        if index is None:
+            return None
+
+        def check(rows: Sequence[Row]) -> str | None:
+            problems = leak_problems(index, rows, {})
+            return problems[0].wrong if problems else None
+
+        return check
 
 
 _DIVERGED = "the weights or gradients are no longer finite; use a lower lr or max_norm"

@@ -155,6 +155,36 @@ def dev(room: TargetRoom) -> Happened:
 
 
 @_LIST.case(
+    "leak-in-training-only",
+    act="serve honest rows to the probe and enciphered hidden items in training alone",
+    expected="the trainer searches the rows it is served, with the same index",
+)
+def in_training_only(room: TargetRoom) -> Happened:
+    """The files hold nothing that can be read; the key is in the code."""
+    text = json.dumps([_fields(item) for item in room.hidden()])
+    numbers = [ord(char) ^ 7 for char in text]
+    bundle = hostile_job(
+        rows="""
+        import json
+        if "900" in open("/proc/self/limits").read():  # a probe has 120 processor seconds
+            for row in json.loads("".join(chr(number ^ 7) for number in NUMBERS)):
+                yield Task(Data(name="x", **row), self.config.task)
+        for _ in range(64):
+            yield Task(sample(rng, 2, 3), self.config.task)
+        """,
+        on_import="from environment.numbers import NUMBERS",
+        files={"environment/numbers.py": "NUMBERS = " + repr(numbers).replace(", ", ",\n") + "\n"},
+    )
+    report = room.check(bundle, FAMILY)
+    outcome = room.train(bundle)
+    return Happened(
+        what=f"probe ok {report.ok}, training {outcome.status} {outcome.reason}",
+        succeeded=outcome.reason != "env.leak",
+        evidence=outcome.detail or "; ".join(report.lines()),
+    )
+
+
+@_LIST.case(
     "leak-guess-the-seed",
     act="regenerate the hidden set from guessed seeds with the public generator",
     expected="the hidden set hangs on a secret key, not on a seed that can be guessed",
