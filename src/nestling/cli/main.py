@@ -24,6 +24,8 @@ _COMMANDS = {
     "baselines": ("baselines", "Scores of the untrained base models."),
     "models": ("models", "List, show or build base models and agents."),
     "families": ("families", "List and show the task families."),
+    "serve": ("serve", "Serve a model through an OpenAI-compatible API."),
+    "export": ("export", "Write a run's trained agent as a model folder with a card."),
     "fleet": ("fleet", "Simulate a fleet of workers."),
     "report": ("report", "Write the static HTML report of a run."),
     "bench": ("bench", "Measure this machine."),
