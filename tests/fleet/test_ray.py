@@ -86,6 +86,17 @@ class Cluster:
             if _is_raylet(pid):
                 os.kill(pid, signal.SIGKILL)
 
+    def busy_node(self, run: Path) -> str | None:
+        """A node, not the head, on which a job is being trained."""
+        rows = _rows(run, "SELECT worker FROM jobs WHERE kind = 'run' AND state = 'running'")
+        for marker in set(_workers()):
+            name, _, owner = marker.partition("/")[2].partition("#")
+            with suppress(psutil.Error):
+                slot = process_tree.marker_of(psutil.Process(int(owner.split("-")[1])))
+                if (name,) in rows and slot.startswith(self._marker("node")):
+                    return slot.removeprefix(self._marker(""))
+        return None
+
     def kill(self, name: str) -> None:
         """Power off."""
         assert process_tree.end_tree(None, self._marker(name), lambda: time.sleep(0.02)) == []
@@ -356,10 +367,10 @@ def test_nested_loop_gives_the_same_episodes_as_the_local_fleet(tmp_path: Path) 
         run = tmp_path / "ray"
         ray = _nested(run, tmp_path / "state", cluster.environment, settings)
         try:
-            while _num_events(run, "job.started") < 6 and ray.poll() is None:
-                time.sleep(0.05)
-            assert len(set(_workers())) == 3
-            cluster.kill_raylet("node1")
+            while (busy := cluster.busy_node(run)) is None and ray.poll() is None:
+                time.sleep(0.02)
+            assert busy is not None
+            cluster.kill_raylet(busy)
             assert ray.wait(timeout=500) == 0
         finally:
             ray.kill()
@@ -368,12 +379,20 @@ def test_nested_loop_gives_the_same_episodes_as_the_local_fleet(tmp_path: Path) 
         assert _workers() == []
         assert list((cluster.folder / "nodes").glob("*/*")) == []
     ours, theirs = _episodes(run), _episodes(tmp_path / "local")
-    print(json.dumps({"requeued": _num_events(run, "job.requeued"), "episodes": ours}, indent=1))
+    print("killed", busy, "requeued", _num_events(run, "job.requeued"))
+    for name, (state, outcome, reward, *_, job) in ours.items():
+        print(name, state, outcome, reward, job and (job["post"], job["final_hash"]))
     assert len(theirs) == 4
+    assert {name: one[0] for name, one in ours.items()} == dict.fromkeys(theirs, "finished")
     assert ours == theirs
     ended = _ended(run)
     assert set(ended.values()) == {1}
     assert ended.keys() == _ended(tmp_path / "local").keys()
+
+
+_COMPARED = ("reward", "terms", "manifest", "valid_attempt", "num_turns", "sampled_tokens")
+_MEASURED = ("cpu_s", "wall_s", "usd")
+"""Of a job: what a clock said."""
 
 
 def _nested(
@@ -382,7 +401,14 @@ def _nested(
     settings = ["outer.steps=1", "outer.group_size=4", "outer.held_out.every_steps=0", *settings]
     settings += ["inner.eval_items=16", "references.arms=[]"]
     recipe = HERE.parents[1] / "recipes" / "quick.toml"
-    command = [sys.executable, "-m", "nestling.cli.main", "run", str(recipe), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-c",
+        "from nestling.cli.main import main; main()",
+        "run",
+        str(recipe),
+    ]
+    command += ["--out", str(out)]
     command += [part for setting in settings for part in ("--set", setting)]
     state.mkdir(exist_ok=True)
     return subprocess.Popen(
@@ -415,8 +441,15 @@ def _episodes(run: Path) -> dict[str, tuple]:
         run, "SELECT id, state, outcome, summary FROM episodes ORDER BY id"
     ):
         result = json.loads(summary)["result"]
-        found[name] = (state, outcome, result["rewards"], result["transcript"])
+        job = _unmeasured(result["outcome"])
+        found[name] = (state, outcome, *(result[key] for key in _COMPARED), job)
     return found
+
+
+def _unmeasured(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _unmeasured(one) for key, one in value.items() if key not in _MEASURED}
+    return [_unmeasured(one) for one in value] if isinstance(value, list) else value
 
 
 def _ended(run: Path) -> Counter[str]:

@@ -178,6 +178,10 @@ class Slot:
                     f"processes {left} cannot be ended; they are stuck in the kernel; restart the "
                     f"node if they stay"
                 )
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.leave()
