@@ -222,6 +222,7 @@ async def test_transformers_loads_the_exported_model(make_run, base, tmp_path) -
 
 
 @pytest.mark.parity
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21.2
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 async def test_peft_loads_the_exported_adapter(make_run, base, tmp_path) -> None:
     from peft import PeftModel
