@@ -7,6 +7,7 @@ Prints a line for every change that it was told is on disk.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from pathlib import Path
@@ -27,7 +28,7 @@ def main(path: Path, life: str) -> None:
         budget = Budget(store, clock=SystemClock(), caps=Caps(run_usd=1e6), prices=PRICES)
         queue.recover()
         budget.recover()
-        print(f"open {life}", flush=True)
+        _tell(f"open {life}")
 
         def serve(thread: int) -> None:
             number = 0
@@ -38,6 +39,11 @@ def main(path: Path, life: str) -> None:
         for thread in range(NUM_THREADS):
             threading.Thread(target=serve, args=(thread,), daemon=True).start()
         threading.Event().wait()
+
+
+def _tell(line: str) -> None:
+    """One write, so that the lines of several threads do not mix."""
+    os.write(1, f"{line}\n".encode())
 
 
 def _one_episode(
@@ -69,12 +75,12 @@ def _one_episode(
         store.episodes.finish(name, outcome="succeeded", kind="seed", reward=0.5, terms={})
 
     writer.submit(begin).result()
-    print(f"begun {name}", flush=True)
+    _tell(f"begun {name}")
     token = writer.submit(claim).result()
     writer.submit(lambda: complete(token)).result()
-    print(f"done {token.partition('#')[0]}", flush=True)
+    _tell(f"done {token.partition('#')[0]}")
     writer.submit(pay).result()
-    print(f"paid {name}", flush=True)
+    _tell(f"paid {name}")
 
 
 if __name__ == "__main__":

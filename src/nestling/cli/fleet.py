@@ -43,6 +43,7 @@ def command() -> None:
 @click.option("--groups", type=click.IntRange(1), default=1, show_default=True,
               help="Groups that share the workers.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--writer-thread", is_flag=True, help="Commit in a thread, as a run does; slower.")
 @click.option(
     "--folder", type=click.Path(path_type=Path, file_okay=False, exists=True),
     help="Keep the run store there.",
@@ -62,6 +63,7 @@ def simulate(
     no_predictions: bool,
     groups: int,
     seed: int,
+    writer_thread: bool,
     folder: Path | None,
     as_json: bool,
 ) -> None:
@@ -84,6 +86,7 @@ def simulate(
                 deaths_per_minute=deaths_per_minute, straggler_share=stragglers, seed=seed
             ),
             seed=seed,
+            writer_thread=writer_thread,
         ),
         folder,
     )

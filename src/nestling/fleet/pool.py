@@ -151,7 +151,7 @@ class Pool:
 
     def _keep_and_expire(self, beaten: Sequence[str]) -> list[str]:
         """The heartbeats since the last time, then the leases that had none, as one change."""
-        with self._queue.store.transaction():
+        with self._queue.store.joined():
             over = self._queue.keep(beaten)
             self._queue.expire()
         return over
@@ -243,7 +243,7 @@ class Pool:
         taken: list[Claim] = []
 
         def take() -> Claim | None:
-            with self._queue.store.transaction():
+            with self._queue.store.joined():
                 before()
                 claim = None if self._stopping.is_set() else self._take(worker)
             taken[:] = [] if claim is None else [claim]
@@ -259,7 +259,7 @@ class Pool:
     def _take(self, worker: str) -> Claim | None:
         """Claim a job and set its money aside, in one transaction; what is refused is failed."""
         while True:
-            with self._queue.store.transaction():
+            with self._queue.store.joined():
                 claim = self._queue.claim(worker, lane=self._provider.lane, num_workers=self._size)
                 if claim is None or self._budget is None:
                     return claim
@@ -288,7 +288,7 @@ class Pool:
         return await self._claim(worker, partial(self._end, claim, seconds, change))
 
     def _end(self, claim: Claim, seconds: float, change: Callable[[], object]) -> None:
-        with self._queue.store.transaction():
+        with self._queue.store.joined():
             change()
             if self._budget is not None:
                 self._budget.settle(claim.token, machine=self._provider.machine, seconds=seconds)
@@ -453,7 +453,7 @@ class _Try:
         if message.token != self._claim.token:
             return True  # left over from before; harmless
         self._heard_s = self._pool.clock.monotonic()
-        if self._heard_s - self._kept_s < self._queue.lease_s / 4:
+        if self._heard_s - self._kept_s < self._queue.lease_s / 3:
             return True  # the lease that is written down still lasts for long
         self._kept_s = self._heard_s
         return self._pool.beat(message.token)

@@ -63,7 +63,7 @@ class JobQueue:
         again.
         """
         jobs = self.store.jobs
-        with self.store.transaction():
+        with self.store.joined():
             if job.reuse_key is not None:
                 same = jobs.by_reuse_key(job.reuse_key)
                 if same is not None:
@@ -85,7 +85,7 @@ class JobQueue:
         if self._draining:
             return None
         jobs = self.store.jobs
-        with self.store.transaction():
+        with self.store.joined():
             job = jobs.next_queued(lane, fair=self._much_waits(lane, _LAST_ROUNDS * num_workers))
             if job is None:
                 return None
@@ -112,7 +112,7 @@ class JobQueue:
     def heartbeat(self, token: str, *, stage: str | None = None) -> bool:
         """Keep a lease, never beyond the job's deadline; False when the lease is over."""
         jobs = self.store.jobs
-        with self.store.transaction():
+        with self.store.joined():
             lease = jobs.lease(token)
             if lease is None:
                 return False
@@ -122,12 +122,12 @@ class JobQueue:
 
     def keep(self, tokens: Sequence[str]) -> list[str]:
         """Heartbeats of many leases in one change; returns the tokens whose lease is over."""
-        with self.store.transaction():
+        with self.store.joined():
             return self.store.jobs.keep(tokens, self._clock.monotonic() + self.lease_s)
 
     def complete(self, token: str, result: object) -> bool:
         """Finish a job; False when the lease was over, and then the result is dropped."""
-        with self.store.transaction():
+        with self.store.joined():
             job = self._leased(token, "result")
             if job is None:
                 return False
@@ -139,7 +139,7 @@ class JobQueue:
 
         Returns the new state; None when the lease was over.
         """
-        with self.store.transaction():
+        with self.store.joined():
             job = self._leased(token, f"failure {reason}")
             if job is None:
                 return None
@@ -147,7 +147,7 @@ class JobQueue:
 
     def give_back(self, token: str) -> bool:
         """Queue a job again because its worker is stopped on purpose; no try is counted."""
-        with self.store.transaction():
+        with self.store.joined():
             job = self._leased(token, "give back")
             if job is None:
                 return False
@@ -158,7 +158,7 @@ class JobQueue:
         """End every lease whose time is over; returns the ids of their jobs."""
         mono_s = self._clock.monotonic()
         ended: list[str] = []
-        with self.store.transaction():
+        with self.store.joined():
             for lease in self.store.jobs.expired(mono_s):
                 job = self.store.jobs.get(lease.job_id)
                 if mono_s >= lease.acquired_mono_s + job.deadline_s:
@@ -177,7 +177,7 @@ class JobQueue:
         end too, so it counts as a try.
         """
         freed: list[str] = []
-        with self.store.transaction():
+        with self.store.joined():
             for lease in self.store.jobs.leases():
                 if lease.session != self._session:
                     job = self.store.jobs.get(lease.job_id)
@@ -190,12 +190,12 @@ class JobQueue:
 
         A suspended laptop or a long computation in the controller is not a silent worker.
         """
-        with self.store.transaction():
+        with self.store.joined():
             self.store.jobs.shift_leases(self._session, stalled_s)
 
     def cancel(self, job_id: str) -> bool:
         """Drop a job that still waits; False when it runs or is over."""
-        with self.store.transaction():
+        with self.store.joined():
             job = self.store.jobs.get(job_id)
             if job.state != "queued":
                 return False

@@ -83,7 +83,7 @@ class GroupCommit:
         while not last:
             batch, last = self._next_batch()
             if batch:
-                self._commit(batch)
+                self.commit_batch(batch)
 
     def _next_batch(self) -> tuple[list[tuple[Callable[[], Any], Future[Any]]], bool]:
         batch: list[tuple[Callable[[], Any], Future[Any]]] = []
@@ -100,7 +100,8 @@ class GroupCommit:
                 return batch, False
         return batch, True
 
-    def _commit(self, batch: list[tuple[Callable[[], Any], Future[Any]]]) -> None:
+    def commit_batch(self, batch: list[tuple[Callable[[], Any], Future[Any]]]) -> None:
+        """Do these in one transaction and answer each; in the thread that calls."""
         if len(batch) == 1:
             self._commit_alone(*batch[0])
             return
@@ -111,7 +112,7 @@ class GroupCommit:
             if isinstance(error, StoreError):
                 # One change too large for the disk must not fail its neighbours.
                 for item in batch:
-                    self._commit([item])
+                    self.commit_batch([item])
                 return
             for _, future in batch:
                 future.set_exception(error)
