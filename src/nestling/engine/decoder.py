@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from nestling.engine.config import ModelConfig
-from nestling.engine.model import KVCache, Params, decode
+from nestling.engine.cpu_step import CpuStep
+from nestling.engine.model import KVCache, Params, decode, extend
 
 __all__ = ["Decoder", "row_uniforms", "sample_tokens"]
 
@@ -73,6 +74,7 @@ class Decoder:
         self.scratch_row = rows
         """A cache row that belongs to no slot; whatever is written there is lost."""
         self.cache = KVCache(config, rows + 1, max_len, device=device, dtype=params.embed.dtype)
+        self._cpu = CpuStep(params, config, self.cache) if CpuStep.fits(params, config) else None
         self._any_greedy = any(value == 0 for value in temperatures)
         self._job_temperature = torch.tensor(temperatures, dtype=torch.float32, device=device)
         self._inputs = torch.zeros(
@@ -85,6 +87,20 @@ class Decoder:
     def set_uniforms(self, row: int, values: npt.NDArray[np.float32]) -> None:
         """Install the random numbers of the sequence in flat slot `row`."""
         self._uniforms[row, : len(values)] = torch.from_numpy(values).to(self.device)
+
+    @torch.no_grad()
+    def extend(
+        self,
+        ids: npt.NDArray[np.int64],
+        start: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+    ) -> None:
+        """Append ids [J, b, T] at start [J, b] to cache rows [J, b]; see `model.extend`."""
+        moved = [torch.from_numpy(array).to(self.device) for array in (ids, start, rows)]
+        if self._cpu is not None:
+            self._cpu.extend(moved[0][0], moved[1][0], moved[2][0])
+        else:
+            extend(self.params, self.config, moved[0], moved[1], self.cache, moved[2].reshape(-1))
 
     def compact(self, source: npt.NDArray[np.int64], num_slots: int, width: int) -> None:
         """Keep the given flat slots (J * num_slots of them, in order) and shrink; CPU only."""
@@ -117,7 +133,10 @@ class Decoder:
     def _compute(self, width: int) -> None:
         token, position = self._inputs[0], self._inputs[1]
         rows = self.num_jobs * self.num_slots
-        logits = decode(self.params, self.config, token, position, self.cache, width)
+        if self._cpu is not None:
+            logits = self._cpu.decode(token[0], position[0], width)
+        else:
+            logits = decode(self.params, self.config, token, position, self.cache, width)
         temperature = self._job_temperature[:, None].expand(-1, self.num_slots).reshape(rows, 1)
         index = position.reshape(rows, 1) + 1
         uniform = self._uniforms[:rows].gather(1, index)[:, 0]

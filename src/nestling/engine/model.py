@@ -40,6 +40,7 @@ __all__ = [
     "extend",
     "forward",
     "logits",
+    "rotary_tables",
 ]
 
 
@@ -303,6 +304,11 @@ def decode(
         x = x + _project(y.reshape(J, B, config.q_size).to(x.dtype), layer.attn_out, None)
         x = x + _feed_forward(x, layer, config, None)
     return logits(params, _rms_norm(x, params.final_norm, config.rms_eps))
+
+
+def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
+    """Float32 cos and sin [length, 1, d/2] of rotary positions, on the CPU."""
+    return _rope(config, length, torch.device("cpu"), torch.float32)
 
 
 def _embed(embed: Tensor, ids: Tensor) -> Tensor:

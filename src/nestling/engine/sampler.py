@@ -17,7 +17,7 @@ import torch
 
 from nestling.core.errors import ConfigError
 from nestling.engine.decoder import Decoder, row_uniforms
-from nestling.engine.model import Model, extend
+from nestling.engine.model import Model
 from nestling.engine.turn_sampler import SamplingParams, Turn, TurnSampler
 
 __all__ = [
@@ -342,7 +342,7 @@ class _Player:
                 ids[j, b, : end - first] = table.ids[n, first:end]
                 start[j, b], rows[j, b] = first, j * self.slot_row.shape[1] + s
                 table.length[n] = end + 1
-        self._extend(ids, start, rows)
+        self.decoder.extend(ids, start, rows)
 
     def _refill(self) -> None:
         """Put waiting rows into free slots and fill the cache with their prompts."""
@@ -383,25 +383,9 @@ class _Player:
                 rows[j, b] = flats[0]
                 source += [flats[0]] * (len(flats) - 1)
                 target += flats[1:]
-        self._extend(ids, np.zeros(rows.shape, np.int64), rows)
+        self.decoder.extend(ids, np.zeros(rows.shape, np.int64), rows)
         if source:
             device = self.model.device
             self.decoder.cache.move(
                 torch.tensor(source, device=device), torch.tensor(target, device=device), length
             )
-
-    def _extend(
-        self,
-        ids: np.ndarray[tuple[int, int, int], np.dtype[np.int64]],
-        start: np.ndarray[tuple[int, int], np.dtype[np.int64]],
-        rows: np.ndarray[tuple[int, int], np.dtype[np.int64]],
-    ) -> None:
-        device = self.model.device
-        extend(
-            self.decoder.params,
-            self.model.config,
-            torch.from_numpy(ids).to(device),
-            torch.from_numpy(start).to(device),
-            self.decoder.cache,
-            torch.from_numpy(rows.reshape(-1)).to(device),
-        )
