@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 
+import nestling
 from nestling.agent.reward import compute_terms
 from nestling.core.clock import SystemClock
 from nestling.core.rundir import RunDir
@@ -24,6 +26,12 @@ from nestling.jobs.bundle import Bundle
 from nestling.store import GroupCommit, RunStore
 
 FAMILY = "calc_chain"
+
+_PATHS = (
+    str(Path(__file__).parents[1] / "fleet"),
+    # Workers run the copy of the program that this process runs.
+    str(Path(nestling.__file__).parents[1]),
+)
 
 JOB = """\
 base_model = "micro"
@@ -111,7 +119,7 @@ async def main(folder: Path, num_episodes: int, workers: int) -> None:
                 settings=settings,
                 logs=folder / "logs",
                 beat_s=1.0,
-                environment={"PYTHONPATH": str(Path(__file__).parents[1] / "fleet")},
+                environment={"PYTHONPATH": os.pathsep.join(_PATHS)},
             ),
             writer,
         )
