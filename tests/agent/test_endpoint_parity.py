@@ -17,7 +17,7 @@ from nestling.agent.token_policy import TokenPolicy
 from nestling.core.clock import SystemClock
 from nestling.engine.checkpoint import load_model
 from nestling.engine.serve import ChatServer, ServeConfig, shows_tools
-from nestling.families.registry import get
+from nestling.families.registry import ALL, get
 from nestling.outer.config import EmbeddedConfig
 from nestling.outer.learners.embedded import EmbeddedLearner
 from nestling.outer.player import HandleSampler
@@ -89,11 +89,15 @@ def without_tokens(result: EpisodeResult) -> dict[str, object]:
     return {**result.model_dump(exclude=left_out), "turns": turns}
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("temperature", "seeds"),
     [
-        (0.0, [("ledger", 1), ("calc_chain", 2)]),
-        (0.7, [("ledger", 3), ("multi_hop", 4)]),
+        (0.0, [("ledger", 1)]),
+        pytest.param(
+            0.0, [("calc_chain", 2), ("triage", 5), ("dispatch", 6)], marks=pytest.mark.slow
+        ),
+        pytest.param(0.7, [(f, n) for n, f in enumerate(ALL, start=3)], marks=pytest.mark.slow),
     ],
 )
 async def test_same_turns_through_http_and_in_this_process(
@@ -104,4 +108,4 @@ async def test_same_turns_through_http_and_in_this_process(
     async with served(temperature) as policy:
         remote = await episodes(policy, make_runner(), seeds)
     assert [without_tokens(one) for one in remote] == [without_tokens(one) for one in own]
-    assert sum(one.num_turns for one in own) >= 4
+    assert sum(one.num_turns for one in own) >= 2
