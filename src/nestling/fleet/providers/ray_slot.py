@@ -185,6 +185,7 @@ class Slot:
         folder, self._folder = self._folder, None
         if folder is not None:
             folder.leave()
+            NodeFolder.sweep(folder.path.parent)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
