@@ -265,8 +265,8 @@ async def test_no_more_requests_at_once_than_allowed() -> None:
         ):
             for seed in range(6):
                 group.create_task(policy.begin(PROMPT, seed).act())
-            while len(server.requests) < 2:
-                await asyncio.sleep(0.01)
+            for _ in range(2):
+                await asyncio.to_thread(server.arrived.acquire, timeout=20)
             gate.set()
     assert len(server.requests) == 6
     assert server.most_at_once == 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from nestling.agent.policies.endpoint_budget import Usage
-from nestling.engine.chat import MalformedCall, parse_turn, render_call
+from nestling.engine.chat import MalformedCall, ToolCall, parse_turn, render_call
 
 __all__ = ["EMPTY_TURN", "ReadReply", "read_reply", "turn_message", "usage_of"]
 
@@ -56,7 +56,7 @@ def turn_message(text: str, number: int) -> ReadReply:
     if not marker or text == EMPTY_TURN:
         return _as_text(text)
     parsed = parse_turn(text)
-    if isinstance(parsed, MalformedCall) or not hasattr(parsed, "arguments"):
+    if not isinstance(parsed, ToolCall):
         return _as_text(text)
     call = _Call(
         text=text.removeprefix(before), name=parsed.name, arguments=json.dumps(parsed.arguments)
