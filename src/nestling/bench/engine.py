@@ -1,0 +1,183 @@
+"""Speed of the engine on one CPU thread, beside transformers and TRL in the same run.
+
+CPU seconds of this process, ours and theirs in turn, medians. Ratios are ours over theirs: below 1 is faster.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, Final
+
+import torch
+
+from nestling.bench.engine_work import Work, Workload, decode_bound
+from nestling.bench.peers import TransformersPeer, has_transformers, has_trl, trl_grpo
+from nestling.bench.record import Measured
+from nestling.core.errors import ConfigError
+from nestling.families.bases import get
+
+__all__ = ["SHAPES", "measure"]
+
+SHAPES: Final = ("nano", "micro")
+_COLUMNS: Final = ("shape", "work", "CPU s", "tokens/s", "peer", "peer CPU s", "ours / peer")
+_RATIOS: Final = {
+    "decode": "cpu_decode_vs_hf",
+    "multi_turn": "cpu_multi_turn_vs_hf",
+    "train": "cpu_train_vs_hf",
+    "grpo": "cpu_grpo_vs_trl",
+}
+
+
+def measure(
+    *, shapes: Sequence[str] = SHAPES, runs: int = 5, work: Work | None = None, trl: bool = True
+) -> Measured:
+    """Decode, multi-turn rollout, training step and GRPO step of shipped base models.
+
+    Args:
+        shapes: names of base models.
+        runs: counted repetitions of each, at least one; a first one is not counted.
+        work: sizes.
+        trl: measure TRL too, when it is installed; its trainer takes seconds a step.
+
+    Raises:
+        ConfigError: fewer than one run.
+        ModelError: an unknown base model.
+    """
+    if runs < 1:
+        raise ConfigError(f"runs={runs}; expected at least 1, 5 for figures to be compared")
+    used = work or Work()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rates = _machine_rates()
+        found = [row for shape in shapes for row in _shape(shape, used, runs, trl, rates)]
+    finally:
+        torch.set_num_threads(threads)
+    figures: dict[str, Any] = {"machine": rates}
+    ratios: dict[str, float] = {}
+    for row in found:
+        figures.setdefault(row["shape"], {})[row["work"]] = {
+            name: value for name, value in row.items() if name not in ("ours_s", "peer_s")
+        }
+        if row["ratio"] is not None:
+            ratios[f"{_RATIOS[row['work']]}[{row['shape']}]"] = row["ratio"]
+    for name in _RATIOS.values():  # without a shape: the largest one measured
+        last = [value for key, value in ratios.items() if key.startswith(name + "[")]
+        if last:
+            ratios[name] = last[-1]
+    missing = [
+        name
+        for name, there in (("transformers", has_transformers()), ("trl", trl and has_trl()))
+        if not there
+    ]
+    figures["peers_not_measured"] = missing
+    if missing:
+        _tell(f"not measured: {', '.join(missing)}")
+    return Measured(
+        settings={
+            "shapes": list(shapes),
+            "runs": runs,
+            "threads": 1,
+            "unit": "CPU seconds of this process, medians; ours and the peer's in turn",
+            **{name: getattr(used, name) for name in Work.__slots__},
+        },
+        runs=tuple(found),
+        figures=figures,
+        ratios=ratios,
+        columns=_COLUMNS,
+        rows=tuple(_cells(row) for row in found),
+    )
+
+
+def _shape(
+    shape: str, work: Work, runs: int, trl: bool, rates: dict[str, float]
+) -> list[dict[str, Any]]:
+    workload = Workload(get(shape).folder, work)
+    peer = TransformersPeer(workload) if has_transformers() else None
+    sampled = work.rows * work.new_tokens
+    trained = work.rows * (work.total_tokens - 1)
+    jobs: list[tuple[str, Callable[[], object], Callable[[], object] | None, int]] = [
+        ("decode", workload.decode, peer.decode if peer else None, sampled),
+        ("multi_turn", workload.multi_turn, peer.multi_turn if peer else None, sampled),
+        ("train", workload.train, peer.train if peer else None, trained),
+    ]
+    rows = []
+    for name, ours, theirs, tokens in jobs:
+        _tell(f"{shape} {name}")
+        ours_s, peer_s = _in_turn(ours, theirs, runs)
+        rows.append(_row(shape, name, tokens, ours_s, peer_s, "transformers" if theirs else None))
+    bound = decode_bound(workload, rates["flops_per_s"], rates["bytes_per_s"])
+    rows[0] |= {**bound, "roofline_share": round(bound["bound_s"] / rows[0]["median_s"], 3)}
+    _tell(f"{shape} grpo")
+    if trl and has_trl():
+        peer_s, ours_s = trl_grpo(workload, runs, time.process_time, workload.grpo)
+    else:
+        ours_s, peer_s = _in_turn(workload.grpo, None, runs)
+    rows.append(_row(shape, "grpo", sampled, ours_s, peer_s, "trl" if peer_s else None))
+    return rows
+
+
+def _in_turn(
+    ours: Callable[[], object], theirs: Callable[[], object] | None, runs: int
+) -> tuple[list[float], list[float]]:
+    """CPU seconds of both, one after the other `runs` times after one run that is not counted."""
+    ours_s, peer_s = [], []
+    for _ in range(runs + 1):
+        ours_s.append(_cpu_s(ours))
+        if theirs is not None:
+            peer_s.append(_cpu_s(theirs))
+    return ours_s[1:], peer_s[1:]
+
+
+def _cpu_s(work: Callable[[], object]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def _row(
+    shape: str, work: str, tokens: int, ours_s: list[float], peer_s: list[float], peer: str | None
+) -> dict[str, Any]:
+    middle = median(ours_s)
+    other = median(peer_s) if peer_s else None
+    return {
+        "shape": shape,
+        "work": work,
+        "median_s": middle,
+        "tokens": tokens,
+        "tokens_per_s": round(tokens / middle),
+        "peer": peer,
+        "peer_median_s": other,
+        "ratio": None if other is None else round(middle / other, 4),
+        "ours_s": ours_s,
+        "peer_s": peer_s,
+    }
+
+
+def _machine_rates() -> dict[str, float]:
+    """Best rates of one thread: float32 products of 1024 x 1024, and reading 128 MiB."""
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    many = torch.ones(32 * 2**20)
+    product = min(_cpu_s(lambda: torch.mm(a, b)) for _ in range(8))
+    reading = min(_cpu_s(lambda: many.sum()) for _ in range(8))
+    return {"flops_per_s": 2 * 1024**3 / product, "bytes_per_s": many.numel() * 4 / reading}
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        row["shape"],
+        row["work"],
+        f"{row['median_s']:.3f}",
+        str(row["tokens_per_s"]),
+        row["peer"] or "-",
+        "-" if row["peer_median_s"] is None else f"{row['peer_median_s']:.3f}",
+        "-" if row["ratio"] is None else f"{row['ratio']:.3f}",
+    )

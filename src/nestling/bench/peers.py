@@ -1,0 +1,148 @@
+"""Other implementations of the work in `engine_work`, where they are installed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nestling.bench.engine_work import Workload
+from nestling.core.errors import ConfigError
+
+__all__ = ["TransformersPeer", "has_transformers", "has_trl", "trl_grpo"]
+
+
+def has_transformers() -> bool:
+    """Whether transformers can be imported."""
+    return find_spec("transformers") is not None
+
+
+def has_trl() -> bool:
+    """Whether TRL and transformers can be imported."""
+    return find_spec("trl") is not None and has_transformers()
+
+
+class TransformersPeer:
+    """`generate` and training by transformers on the same weights."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._work = workload.work
+        self._model = _load(workload.folder).eval()
+        self._trained = _load(workload.folder).train()
+        self._optim = torch.optim.AdamW(self._trained.parameters(), lr=1e-5)
+        self._prompts = torch.tensor(workload.prompts)
+        self._tool = torch.tensor(workload.tool).expand(self._work.rows, -1)
+        self._rows = torch.tensor([row.ids for row in workload.train_rows])
+
+    def decode(self) -> None:
+        """Sample at temperature 1; no end token."""
+        self._generate(self._prompts, self._work.new_tokens)
+
+    def multi_turn(self) -> None:
+        """One `generate` per turn over the whole conversation, as its interface offers it."""
+        ids = self._prompts
+        for turn in range(self._work.turns):
+            if turn:
+                ids = torch.cat((ids, self._tool), 1)
+            ids = self._generate(ids, self._work.turn_tokens)
+
+    def train(self) -> float:
+        """Forward, backward, clip and AdamW over all rows."""
+        loss = self._trained(input_ids=self._rows, labels=self._rows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._trained.parameters(), 1.0)
+        self._optim.step()
+        self._optim.zero_grad()
+        return float(loss.detach())
+
+    @torch.inference_mode()
+    def _generate(self, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        out: torch.Tensor = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return out
+
+
+def trl_grpo(
+    workload: Workload, runs: int, clock_s: Callable[[], float], ours: Callable[[], object]
+) -> tuple[list[float], list[float]]:
+    """CPU seconds of `runs` steps of TRL's GRPOTrainer, and of ours, taken after each of them.
+
+    Completions have the same number and length; a first step of each is not counted. The reward sees texts.
+    """
+    datasets, trl = import_module("datasets"), import_module("trl")
+    transformers = import_module("transformers")
+    work = workload.work
+    tokenizer = transformers.AutoTokenizer.from_pretrained(workload.folder)
+    model = _load(workload.folder)
+    texts = [workload.model.tokenizer.decode(ids) for ids in workload.prompts]
+    if tokenizer(texts)["input_ids"] != workload.prompts:
+        raise ConfigError("the peer reads other prompt tokens; expected the same ones")
+    theirs_s: list[float] = []
+    ours_s: list[float] = []
+    started = 0.0
+
+    class Clock(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+            nonlocal started
+            started = clock_s()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+            theirs_s.append(clock_s() - started)
+            before = clock_s()
+            ours()
+            ours_s.append(clock_s() - before)
+
+    def reward(completions: list[str], **_: Any) -> list[float]:  # noqa: ANN401
+        return [float(len(text) % 7) for text in completions]
+
+    with tempfile.TemporaryDirectory(prefix="nestling-trl-") as folder:
+        config = trl.GRPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=work.rows,
+            num_generations=work.group_size,
+            max_completion_length=work.new_tokens,
+            generation_kwargs={"min_new_tokens": work.new_tokens},
+            max_steps=runs + 1,
+            learning_rate=1e-5,
+            beta=0.0,
+            temperature=1.0,
+            top_k=0,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = trl.GRPOTrainer(
+            model=model,
+            reward_funcs=reward,
+            args=config,
+            train_dataset=datasets.Dataset.from_dict({"prompt": texts}),
+            processing_class=tokenizer,
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    return theirs_s[1:], ours_s[1:]
+
+
+def _load(folder: Path) -> Any:  # noqa: ANN401
+    transformers = import_module("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
