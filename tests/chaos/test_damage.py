@@ -21,6 +21,8 @@ from nestling.fleet.queue import JobQueue
 from nestling.store import RunStore
 from nestling.store.jobs import NewJob
 
+pytestmark = pytest.mark.timeout(1800)
+
 NUM_JOBS = 60
 PRICES = {"box": Price(usd_per_hour=3600.0, unit="one box", source="test")}
 
