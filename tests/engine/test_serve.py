@@ -279,6 +279,16 @@ async def test_a_taken_port_is_refused() -> None:
                 pass
 
 
+async def test_a_stopping_server_leaves_nobody_waiting() -> None:
+    server = ChatServer(make_model(), ServeConfig(name="tiny", port=0), SystemClock())
+    async with server.listening() as url, httpx.AsyncClient(trust_env=False) as client:
+        server.close()
+        server.close()
+        answer = await client.post(f"{url}/chat/completions", json=body())
+    assert answer.status_code == 429
+    assert "stopping" in answer.json()["error"]["message"]
+
+
 async def test_too_many_open_requests_are_told_to_come_back() -> None:
     async with served(max_waiting=1, num_slots=1) as client, asyncio.TaskGroup() as group:
         tasks = [
@@ -301,6 +311,17 @@ async def test_who_leaves_a_stream_frees_the_slot() -> None:
             async for _ in answer.aiter_lines():
                 break
         assert (await ask(client, max_tokens=3))["usage"]["completion_tokens"] <= 3
+
+
+async def test_who_leaves_without_a_stream_frees_the_slot() -> None:
+    async with served(num_slots=1, max_waiting=1) as client:
+        with pytest.raises(httpx.TimeoutException):
+            await client.post(
+                "/chat/completions", json=body(max_tokens=220, temperature=0), timeout=0.05
+            )
+        async with asyncio.timeout(30):
+            while (await client.post("/chat/completions", json=body(max_tokens=2))).is_error:
+                pass
 
 
 def reply(text: str, stop: str = "stop") -> Reply:

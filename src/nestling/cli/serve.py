@@ -31,8 +31,9 @@ __all__ = ["command"]
 )  # fmt: skip
 @click.option(
     "--max-len", type=click.IntRange(2), default=None, metavar="TOKENS",
-    help="Of one conversation; default: what the model takes.",
+    help="Of one conversation; default: what the model takes, at most 8192.",
 )  # fmt: skip
+@click.option("--device", default="cpu", show_default=True, help="Such as cpu or cuda.")
 @click.option(
     "--tools", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True,
     help="Put the tools into the prompt; auto: when the model's chat template does.",
@@ -48,6 +49,7 @@ def command(
     name: str | None,
     slots: int,
     max_len: int | None,
+    device: str,
     tools: Literal["auto", "always", "never"],
     token_env: str,
 ) -> int:
@@ -71,7 +73,7 @@ def command(
         shows_tools=shows_tools(folder, tools),
     )
     say(f"loading {folder}")
-    asyncio.run(serve(folder, config, lambda url: click.echo(url)))
+    asyncio.run(serve(folder, config, click.echo, device=device))
     return 0
 
 

@@ -11,7 +11,7 @@ import hmac
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,8 @@ __all__ = ["LOOPBACK", "ChatServer", "ServeConfig", "serve", "shows_tools"]
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _MAX_BODY_BYTES: Final = 8 * 1024 * 1024
+_MAX_LEN: Final = 8192
+"""Caches are taken at the start: 16 conversations of 32 k would be gigabytes of a small model."""
 
 ToolPrompt = Literal["auto", "always", "never"]
 
@@ -63,7 +65,7 @@ class ServeConfig:
     num_slots: int = 16
     """Conversations that are decoded together and keep their cache."""
     max_len: int = 0
-    """Tokens of one conversation; 0: as many as the model takes."""
+    """Tokens of one conversation; 0: as many as the model takes, up to 8192."""
     max_waiting: int = 256
     """Open requests; more are answered 429."""
     shows_tools: bool = True
@@ -90,10 +92,15 @@ def shows_tools(folder: Path, tool_prompt: ToolPrompt = "auto") -> bool:
 
 
 async def serve(
-    folder: Path, config: ServeConfig, told: Callable[[str], None], *, clock: Clock | None = None
+    folder: Path,
+    config: ServeConfig,
+    told: Callable[[str], None],
+    *,
+    device: str = "cpu",
+    clock: Clock | None = None,
 ) -> None:
     """Serve until the process is told to end (SIGINT, SIGTERM); `told` gets the base URL."""
-    server = ChatServer(load_model(folder), config, clock or SystemClock())
+    server = ChatServer(load_model(folder, device), config, clock or SystemClock())
     try:
         async with server.listening() as url:
             told(url)
@@ -117,7 +124,7 @@ class ChatServer:
         self._sampling = SamplingThread(
             model,
             num_slots=config.num_slots,
-            max_len=config.max_len or most,
+            max_len=config.max_len or min(most, _MAX_LEN),
             max_waiting=config.max_waiting,
         )
         self._history = History(model.tokenizer, shows_tools=config.shows_tools)
@@ -205,7 +212,7 @@ class ChatServer:
         answer = self._start(asked)
         if asked.stream:
             return StreamingResponse(answer.events(), media_type="text/event-stream")
-        return JSONResponse(await answer.whole())
+        return JSONResponse(await answer.whole(request.is_disconnected))
 
     def _start(self, asked: ChatRequest) -> _Answer:
         """Queue the turn; what cannot be served is refused here."""
@@ -280,12 +287,14 @@ class _Answer:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
 
-    async def whole(self) -> dict[str, Any]:
-        """The completion as one object."""
+    async def whole(self, has_left: Callable[[], Awaitable[bool]]) -> dict[str, Any]:
+        """The completion as one object; nothing more is sampled for a client that has left."""
         stop = None
         try:
             while stop is None:
                 stop = (await self._next()).stop
+                if stop is None and await has_left():
+                    raise ApiError("the client left", status=499)
         finally:
             self._request.cancelled = True
         message, finish = self._message(stop)

@@ -65,7 +65,7 @@ class SamplingThread:
         self._inbox: queue.SimpleQueue[SamplingRequest | None] = queue.SimpleQueue()
         self._max_waiting = max_waiting
         self._num_open = 0
-        self._lock = threading.Lock()  # protects _num_open
+        self._lock = threading.Lock()  # protects _num_open, _is_closing and the order of the inbox
         self._live: list[SamplingRequest] = []
         self._waiting: list[SamplingRequest] = []
         self._is_closing = False
@@ -84,20 +84,32 @@ class SamplingThread:
             if self._num_open >= self._max_waiting:
                 raise BusyError(f"{self._num_open} requests are open; try again later")
             self._num_open += 1
-        self._inbox.put(request)
+            self._inbox.put(request)  # under the lock, so that nothing follows the end mark
 
     def close(self) -> None:
         """End the thread; open requests get an error. May be called twice."""
         with self._lock:
             self._is_closing = True
-        self._inbox.put(None)
+            self._inbox.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while self._take_in():
-            batch = self._next_batch()
-            if batch:
-                self._decode(batch)
+        try:
+            while self._take_in():
+                batch = self._next_batch()
+                if batch:
+                    self._decode(batch)
+        finally:  # a bug must not leave clients waiting
+            self._end()
+
+    def _end(self) -> None:
+        """Answer everybody who still waits."""
+        with self._lock:
+            self._is_closing = True
+            while not self._inbox.empty():
+                one = self._inbox.get()
+                if one is not None:
+                    self._waiting.append(one)
         for request in [*self._live, *self._waiting]:
             self._finish(request, Piece(stop="error", error="the server is stopping"))
 
