@@ -132,9 +132,9 @@ def decode_bound(workload: Workload, flops_per_s: float, bytes_per_s: float) -> 
     config, work = workload.model.config, workload.work
     head = config.vocab_size * config.hidden_size
     matrices = num_parameters(config) - head * (1 if config.tie_embeddings else 2)
-    attended = work.prompt_tokens * work.new_tokens + work.new_tokens * (work.new_tokens + 1) // 2
-    pair = 4 * config.q_size * config.num_layers
     given = work.prompt_tokens - 1
+    attended = given * work.new_tokens + work.new_tokens * (work.new_tokens + 1) // 2
+    pair = 4 * config.q_size * config.num_layers
     prompt_flops = work.rows * (2.0 * matrices * given + pair * given * (given + 1) / 2)
     step_flops = work.rows * (2.0 * (matrices + head) * work.new_tokens + pair * attended)
     cached = 2 * 4 * config.kv_size * config.num_layers * attended * work.rows

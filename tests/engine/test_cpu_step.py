@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from nestling.engine.cpu_step import CpuStep
+from nestling.engine.lora import LoraConfig, LoraWeights
+from nestling.engine.model import KVCache, Model, decode, extend
+
+from .conftest import make_model
+
+START = torch.tensor([[0, 3, 9]])
+MORE = torch.arange(12).view(1, 3, 4) % 11 + 5
+
+
+def with_lora(model: Model) -> Model:
+    generator = torch.Generator().manual_seed(1)
+    model.lora = LoraWeights.init(model.config, LoraConfig(), 1, generator, model.device)
+    with torch.no_grad():  # adapters start at zero: make them count
+        model.lora.flat.add_(torch.randn(model.lora.flat.shape, generator=generator) * 0.05)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changes", "lora"),
+    [
+        ({}, False),
+        ({"num_kv_heads": 4}, False),
+        ({"attention_bias": True, "num_kv_heads": 1}, False),
+        ({"tie_embeddings": False}, True),
+    ],
+)
+@pytest.mark.parametrize("ragged", [False, True])
+def test_equals_the_plain_functions(changes: dict[str, object], lora: bool, ragged: bool) -> None:
+    model = with_lora(make_model(**changes)) if lora else make_model(**changes)
+    if model.config.attention_bias:
+        bias = model.weights.views()["layers.0.qkv_bias"]
+        bias.copy_(torch.linspace(-1, 1, bias.numel()).view(bias.shape))
+    config, params = model.config, model.params()
+    caches = [KVCache(config, 4, 32) for _ in range(2)]
+    ours = CpuStep(params, config, caches[0])
+    assert CpuStep.fits(params, config)
+    rows = torch.arange(3)
+    first = torch.arange(27).view(1, 3, 9) % 13 + 5
+    empty = torch.zeros(1, 3, dtype=torch.long)
+    ours.extend(first[0], empty[0], rows)
+    extend(params, config, first, empty, caches[1], rows)
+    start = START if ragged else torch.full_like(START, 9)
+    ours.extend(MORE[0], start[0], rows)
+    extend(params, config, MORE, start, caches[1], rows)
+    token = torch.tensor([[5, 6, 7]])
+    for step in range(3):
+        position = start + 4 + step
+        width = int(position.max()) + 1
+        found = ours.decode(token[0], position[0], width)
+        expected = decode(params, config, token, position, caches[1], width)
+        assert (found - expected[0]).abs().max() < 2e-5
+
+
+def test_refuses_what_it_cannot_compute() -> None:
+    several, normed = make_model(num_jobs=2), make_model(qk_norm=True)
+    half = make_model()
+    half.compute_dtype = torch.bfloat16
+    for model in (several, normed, half):
+        assert not CpuStep.fits(model.params(), model.config)
