@@ -30,6 +30,8 @@ from .conftest import TOKENIZER, make_model
 
 MESSAGES = [{"role": "system", "content": "ann"}, {"role": "user", "content": "bob 12"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+LONG = {"seed": 4, "temperature": 0.9, "max_tokens": 220}
+"""A turn that the model does not end by itself."""
 PROMPT = prompt_ids(
     TOKENIZER, [Message(role="system", content="ann"), Message(role="user", content="bob 12")]
 )
@@ -279,6 +281,10 @@ async def test_a_taken_port_is_refused() -> None:
                 pass
 
 
+def test_the_long_turn_is_long() -> None:
+    assert len(own(4, 0.9, 220)[0]) == 220
+
+
 async def test_a_stopping_server_leaves_nobody_waiting() -> None:
     server = ChatServer(make_model(), ServeConfig(name="tiny", port=0), SystemClock())
     async with server.listening() as url, httpx.AsyncClient(trust_env=False) as client:
@@ -292,10 +298,7 @@ async def test_a_stopping_server_leaves_nobody_waiting() -> None:
 async def test_too_many_open_requests_are_told_to_come_back() -> None:
     async with served(max_waiting=1, num_slots=1) as client, asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(
-                client.post("/chat/completions", json=body(max_tokens=200, temperature=0))
-            )
-            for _ in range(6)
+            group.create_task(client.post("/chat/completions", json=body(**LONG))) for _ in range(6)
         ]
     codes = sorted(task.result().status_code for task in tasks)
     assert codes[0] == 200
@@ -306,7 +309,7 @@ async def test_too_many_open_requests_are_told_to_come_back() -> None:
 
 async def test_who_leaves_a_stream_frees_the_slot() -> None:
     async with served(num_slots=1, max_waiting=2) as client:
-        asked = body(stream=True, max_tokens=200, temperature=0.7)
+        asked = body(**LONG, stream=True)
         async with client.stream("POST", "/chat/completions", json=asked) as answer:
             async for _ in answer.aiter_lines():
                 break
@@ -316,9 +319,7 @@ async def test_who_leaves_a_stream_frees_the_slot() -> None:
 async def test_who_leaves_without_a_stream_frees_the_slot() -> None:
     async with served(num_slots=1, max_waiting=1) as client:
         with pytest.raises(httpx.TimeoutException):
-            await client.post(
-                "/chat/completions", json=body(max_tokens=220, temperature=0), timeout=0.05
-            )
+            await client.post("/chat/completions", json=body(**LONG), timeout=0.05)
         async with asyncio.timeout(30):
             while (await client.post("/chat/completions", json=body(max_tokens=2))).is_error:
                 pass

@@ -140,7 +140,13 @@ def _write_adapter(source: Path, base: Path | None, out: Path, *, adapter_only: 
             f"of the run's config.toml; put that model back, or export where it is"
         )
     model = load_model(base)
-    began = json.loads((source / "state.json").read_text("utf-8")).get("initial_hash")
+    try:
+        began = json.loads((source / "state.json").read_text("utf-8"))["initial_hash"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{source}/state.json cannot be read: {error}; expected what the learner saved; "
+            f"choose another --step"
+        ) from error
     found = model.weights.content_hash()
     if began != found:
         raise ModelError(
