@@ -153,8 +153,9 @@ def _prompts(
 ) -> list[list[int]]:
     """Random prompts that a peer which takes text reads as the very same tokens."""
     tokenizer, found = model.tokenizer, list[list[int]]()
+    plain = [i for i in free if not set("<>") & set(tokenizer.decode([i]))]  # no markers in texts
     while len(found) < work.rows:
-        text = tokenizer.decode(rng.choice(free, work.prompt_tokens).tolist())
+        text = tokenizer.decode(rng.choice(plain, work.prompt_tokens).tolist())
         ids = tokenizer.encode(text)[: work.prompt_tokens]
         if len(ids) == work.prompt_tokens and tokenizer.encode(tokenizer.decode(ids)) == ids:
             found.append(ids)
