@@ -150,7 +150,8 @@ def _training(reports: Sequence[StepReport]) -> Iterator[str]:
     if not counted:
         return
     yield ""
-    for label, one in (("first", counted[0]), ("last", counted[-1])):
+    ends = {"first": counted[0], "last": counted[-1]} if len(counted) > 1 else {"only": counted[0]}
+    for label, one in ends.items():
         assert one.summary is not None
         reward = one.summary.reward
         yield (
