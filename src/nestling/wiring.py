@@ -106,9 +106,7 @@ class Room:
         self._leaks: dict[str, LeakIndex | None] = {}
         price = load_prices()[config.fleet.machine]
         self.context = InnerContext(
-            trainer=EmbeddedTrainer(
-                jail=jail, starter=self._zygote, leaks=self._leak_index
-            ),
+            trainer=EmbeddedTrainer(jail=jail, starter=self._zygote, leaks=self._leak_index),
             scorer=self._scorer,
             baselines=self.baselines_table,
             bases=folders,
