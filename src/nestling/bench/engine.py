@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
+from importlib.util import find_spec
 from statistics import median
 from typing import Any, Final
 
@@ -74,6 +76,9 @@ def measure(
         if not there
     ]
     figures["peers_not_measured"] = missing
+    figures["peer_versions"] = {
+        name: metadata.version(name) for name in ("transformers", "trl") if find_spec(name)
+    }
     if missing:
         _tell(f"not measured: {', '.join(missing)}")
     return Measured(
