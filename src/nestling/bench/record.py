@@ -20,7 +20,15 @@ from nestling.core.frozen import Frozen
 
 __all__ = ["BenchRecord", "Measured", "commit", "machine", "record", "versions"]
 
-_PACKAGES: Final = ("torch", "numpy", "verifiers", "tokenizers", "safetensors")
+_PACKAGES: Final = (
+    "torch",
+    "numpy",
+    "verifiers",
+    "tokenizers",
+    "safetensors",
+    "transformers",
+    "trl",
+)
 
 
 class Measured(Frozen):

@@ -16,6 +16,7 @@ Measure = Callable[[], Measured]
 
 BENCHMARKS: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "engine": "decode, rollouts, training and GRPO steps on one CPU thread, beside peers",
         "spread": "how far good and bad jobs lie apart on every family",
     }
 )

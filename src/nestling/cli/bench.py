@@ -94,6 +94,27 @@ def spread(
     return 0
 
 
+@command.command("engine")
+@click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=_RESULTS / "engine.json",
+    show_default=True,
+    help="File for the figures.",
+)
+@json_option
+def engine(runs: int, out: Path, as_json: bool) -> int:
+    """Speed on one CPU thread, beside transformers and TRL where installed."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from nestling.bench.engine import measure
+
+    record = _measured("engine", lambda: measure(runs=runs), out)
+    if as_json:
+        print_json(record.model_dump(mode="json"))
+    return 0
+
+
 @command.command("all")
 @click.option(
     "--out",
