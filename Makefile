@@ -44,13 +44,13 @@ check: $(STAMP)
 	$(BIN)/codespell src docs README.md CHANGELOG.md CONTRIBUTING.md
 
 test-fast: setup
-	$(BIN)/pytest -q -n auto --dist loadfile
+	$(BIN)/pytest -q -n auto --dist worksteal
 
 test-slow: setup
 	$(BIN)/pytest -q -m "slow and not gpu and not live and not parity"
 
 test: setup check
-	$(BIN)/pytest -q -n auto --dist loadfile
+	$(BIN)/pytest -q -n auto --dist worksteal
 	$(BIN)/nestling redteam
 
 bench: setup
