@@ -42,7 +42,7 @@ for _id, _act, _toml in (
     ("set-environment", "environment variables", _HEAD + '[env_vars]\nLD_PRELOAD = "/tmp/x.so"\n'),
     ("set-deep-key", "a dotted path into the trainer's own config",
      _HEAD + 'trainer.model.name = "micro"\n'),
-    ("set-base-path", "a base model by path", 'base_model = "../../work/forged"\n[prime_rl]\nlr = 1e-4\n'),
+    ("set-base-path", "a base model by path", 'base_model = "../../models/forged"\n[prime_rl]\nlr = 1e-4\n'),
     ("set-base-url", "a base model from a hub", 'base_model = "org/model"\n[prime_rl]\nlr = 1e-4\n'),
     ("set-env-id", "an environment other than its own", _HEAD + '[env]\nid = "other"\n'),
     ("set-env-nested", "nested environment values", _HEAD + "[env.task]\nx = {a = 1}\n"),
