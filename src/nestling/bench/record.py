@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +15,7 @@ from pydantic import Field
 from nestling import __version__
 from nestling.core.clock import Clock
 from nestling.core.frozen import Frozen
+from nestling.core.machine import commit
 
 __all__ = ["BenchRecord", "Measured", "commit", "machine", "record", "versions"]
 
@@ -104,32 +103,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[name] = "missing"
     return found
-
-
-def commit() -> str | None:
-    """Commit of the source folder this code runs from."""
-    head = _git("rev-parse", "HEAD")
-    if head is None:
-        return None
-    return f"{head}+changes" if _git("status", "--porcelain", "--untracked-files=no") else head
-
-
-def _git(*arguments: str) -> str | None:
-    """None where there is no git or no repository; optional locks would disturb other users."""
-    folder = Path(__file__).parent
-    environment: Mapping[str, str] = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        done = subprocess.run(  # noqa: S603 (fixed program)
-            ["git", "-C", str(folder), *arguments],  # noqa: S607 (whichever git there is)
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=10,
-            env=environment,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _processor() -> str:

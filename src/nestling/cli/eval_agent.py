@@ -141,7 +141,7 @@ def _figures(
     found: Sweep, specs: list[AgentSpec], families: tuple[str, ...], folder: Path
 ) -> dict[str, Any]:
     from nestling.bench.compare import arm_figures
-    from nestling.bench.record import commit
+    from nestling.core.machine import commit
 
     return {
         "arms": {spec.label: {"arm": spec.arm, **arm_figures(found, spec.arm)} for spec in specs},

@@ -37,6 +37,7 @@ def _git(root: Path, *words: str) -> str:
         text=True,
         check=True,
         timeout=10,
+        env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # never disturb another git at work
     )
     return done.stdout.strip()
 
