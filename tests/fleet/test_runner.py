@@ -16,6 +16,7 @@ from nestling.fleet.handlers import StageSeconds, pack_bundle, unpack_bundle
 from nestling.fleet.runner import FleetRunner, RunnerSettings
 from nestling.jobs.bundle import Bundle
 from nestling.store import RunStore
+from nestling.store.money import Reservation
 
 
 def bundle(word: str = "") -> Bundle:
@@ -166,6 +167,49 @@ async def test_budget_refuses_with_a_message_and_keeps_the_cap(machine_room) -> 
         )
         report = await refused.check(bundle("x"), "ledger")
         assert [problem.stage for problem in report.problems] == ["budget"]
+
+
+async def test_replayed_submit_is_not_refused_by_a_cap_reached_meanwhile(machine_room) -> None:
+    prices = {"cpu-core": Price(usd_per_hour=360.0, unit="core", source="test")}
+
+    def capped(usd: float) -> Callable[[RunStore], Budget]:
+        return lambda store: Budget(store, clock=store.clock, caps=Caps(run_usd=usd), prices=prices)
+
+    async with machine_room(make_budget=capped(100.0)) as (runner, room):
+        episode = runner.for_episode("e1", "g1")
+        assert (await episode.check(bundle(), "ledger")).ok
+        outcome = await episode.run(bundle(), "ledger")
+        room.store.money.reserve(
+            Reservation(id="rest", microusd=100_000_000, machine="cpu-core", day="2031-01-01"), {}
+        )
+        spent = room.store.money.total()
+    async with machine_room(make_budget=capped(100.0), session="s2") as (runner, room):
+        resumed = runner.for_episode("e1", "g1")
+        assert (await resumed.check(bundle(), "ledger")).ok
+        assert await resumed.run(bundle(), "ledger") == outcome
+        assert room.store.money.total() == spent
+        report = await resumed.check(bundle(), "dispatch")  # other work is refused
+        assert [problem.code for problem in report.problems] == ["budget.refused"]
+    assert machine_room.done() == ["check", "run"]
+
+
+async def test_replayed_submit_joins_a_run_that_waits(machine_room, until) -> None:
+    prices = {"cpu-core": Price(usd_per_hour=360.0, unit="core", source="test")}
+    cap_usd = 3.5  # one job may cost (20 + 10) s at 0.1 USD
+
+    def make_budget(store: RunStore) -> Budget:
+        return Budget(store, clock=store.clock, caps=Caps(run_usd=cap_usd), prices=prices)
+
+    async with machine_room(make_budget=make_budget) as (runner, room):
+        assert (await runner.check(bundle("slow"), "ledger")).ok
+        slow = asyncio.ensure_future(runner.run(bundle("slow"), "ledger"))
+        await until(lambda: room.store.jobs.leases() != [])  # its money is set aside
+        other = asyncio.ensure_future(runner.check(bundle("slow"), "ledger"))
+        assert (await other).ok  # the finished check is joined, the running job takes the rest
+        for lease in room.store.jobs.leases():
+            room.queue.fail(lease.token, "timed_out", "ended by the test", retry=False)
+        assert (await slow).status == "timed_out"
+        await room.provider.terminate("cpu-0")
 
 
 def test_bundle_survives_the_trip(tmp_path: Path) -> None:

@@ -90,12 +90,16 @@ class FleetRunner:
         )
 
     async def check(self, bundle: Bundle, family: str) -> ProbeReport:
-        """Run the probe; never raises for anything the agent wrote."""
+        """Run the probe; never raises for anything the agent wrote.
+
+        A job that no cap has room for is refused here, unless it was submitted before: its run is
+        joined, so nothing new is spent, and a resumed episode gets the answer it had.
+        """
         record = await self._do("check", bundle, family)
         if record.state == "failed":
             return ProbeReport(ok=False, problems=(_check_problem(record),))
         report = ProbeReport.model_validate(record.result)
-        refusal = await self._refusal() if report.ok else None
+        refusal = await self._refusal(bundle, family) if report.ok else None
         if refusal is not None:
             return report.model_copy(update={"ok": False, "problems": (_budget(refusal),)})
         return report
@@ -187,17 +191,22 @@ class FleetRunner:
         self._watch.forget(job_id, over)
         return record
 
-    async def _refusal(self) -> str | None:
+    async def _refusal(self, bundle: Bundle, family: str) -> str | None:
         budget, settings = self._budget, self._settings
         if budget is None:
             return None
-        return await self._writer.run(
-            lambda: budget.refusal(
+        key = _reuse_key("run", _payload(bundle, family), settings.identity)
+
+        def ask() -> str | None:
+            if self._queue.store.jobs.by_reuse_key(key) is not None:
+                return None
+            return budget.refusal(
                 machine=settings.machine,
                 seconds=settings.deadlines.run + GRACE_S,
                 episode_id=self._episode_id,
             )
-        )
+
+        return await self._writer.run(ask)
 
 
 def _payload(bundle: Bundle | None, family: str) -> dict[str, Any]:
