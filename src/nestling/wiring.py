@@ -55,6 +55,7 @@ from nestling.outer.run_log import Progress
 from nestling.outer.store_log import StoreLog
 from nestling.outer.sweep_report import Sweep
 from nestling.store import GroupCommit
+from nestling.store.account import Account
 from nestling.store.run_store import RunStore
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ logger = logging.getLogger(__name__)
 
 AGENTS_FOLDER: Final = Path(__file__).parent / "agent" / "weights"
 _HANDLERS: Final = "nestling.wiring:make_handlers"
+_ACCOUNT_FILE: Final = "account.db"
 _SECRET_FILE: Final = "eval-secret"  # noqa: S105 (a name)
 
 
@@ -234,17 +236,20 @@ async def open_fleet(
     runner_settings = RunnerSettings(
         identity=_identity(config), deadlines=_stage_seconds(config), machine=config.fleet.machine
     )
-    budget = Budget(writer.store, clock=clock, caps=config.budget, prices=load_prices())
-    async with running_fleet(
-        writer=writer,
-        provider=provider,
-        size=size,
-        artifacts=ArtifactStore(run.root / "artifacts"),
-        settings=runner_settings,
-        clock=clock,
-        budget=budget,
-    ) as fleet:
-        yield fleet
+    with Account(_state() / _ACCOUNT_FILE, clock=clock) as account:
+        budget = Budget(
+            writer.store, clock=clock, caps=config.budget, prices=load_prices(), account=account
+        )
+        async with running_fleet(
+            writer=writer,
+            provider=provider,
+            size=size,
+            artifacts=ArtifactStore(run.root / "artifacts"),
+            settings=runner_settings,
+            clock=clock,
+            budget=budget,
+        ) as fleet:
+            yield fleet
 
 
 def _open_provider(config: RunConfig, run: RunDir, writer: GroupCommit) -> tuple[Provider, int]:

@@ -15,6 +15,8 @@ from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError
 from nestling.fleet.budget import Budget, BudgetRefusedError, Caps, Price, load_prices
 from nestling.store import RunStore
+from nestling.store.account import Account
+from nestling.store.ledger import OpenReservation
 
 PRICES = {"box": Price(usd_per_hour=3600.0, unit="one box", source="test")}
 """One dollar a second."""
@@ -70,6 +72,73 @@ def test_episode_and_day_caps_are_their_own(store: RunStore) -> None:
         money.reserve("d", machine="box", seconds=1.0, episode_id="e3")
     clock.wall_s += 86_400
     money.reserve("d", machine="box", seconds=1.0, episode_id="e3")
+
+
+def test_day_cap_counts_all_runs_of_the_account(tmp_path: Path) -> None:
+    clock = Noon()
+    with (
+        Account(tmp_path / "account.db", clock=clock) as account,
+        RunStore(tmp_path / "one.db") as first,
+        RunStore(tmp_path / "two.db") as second,
+    ):
+        caps = Caps(day_usd=5.0, run_usd=100.0)
+        one, two = (
+            Budget(store, clock=clock, caps=caps, prices=PRICES, account=account)
+            for store in (first, second)
+        )
+        one.reserve("a", machine="box", seconds=3.0)
+        assert "day_usd" in str(two.refusal(machine="box", seconds=2.5))
+        with pytest.raises(BudgetRefusedError, match=r"day_usd .* 3\.0000 USD .* all runs on 2030"):
+            two.reserve("a", machine="box", seconds=2.5)
+        assert second.money.all() == []
+        one.settle("a", machine="box", seconds=1.0)
+        two.reserve("a", machine="box", seconds=2.5)
+        clock.wall_s += 86_400
+        two.reserve("b", machine="box", seconds=5.0)
+        # A run without a cap of its own is counted all the same.
+        free = Budget(first, clock=clock, caps=Caps(), prices=PRICES, account=account)
+        free.reserve("c", machine="box", seconds=9.0)
+        assert "day_usd" in str(two.refusal(machine="box", seconds=0.1))
+
+
+def test_ledger_of_a_run_that_died_between_two_files_is_put_right(tmp_path: Path) -> None:
+    with (
+        Account(tmp_path / "account.db") as account,
+        RunStore(tmp_path / "run.db") as store,
+    ):
+        money = Budget(store, clock=Noon(), caps=Caps(), prices=PRICES, account=account)
+        run = str(store.path.resolve())
+        for name, seconds in (("settled", 1.0), ("open", 2.0)):
+            money.reserve(name, machine="box", seconds=seconds)
+        store.money.settle("settled", 250_000, 0.25)  # and died before it told the ledger
+        day = store.money.all()[0].day
+        account.ledger.reserve(run, OpenReservation(id="lost", day=day, microusd=4_000_000), None)
+        assert money.recover() == 1
+        total = account.ledger.total(day)
+        assert (total.reserved_microusd, total.spent_microusd) == (
+            0,
+            250_000 + 2_000_000 + 4_000_000,
+        )
+
+
+def test_reservation_that_is_undone_never_counts_too_little(tmp_path: Path) -> None:
+    with (
+        Account(tmp_path / "account.db") as account,
+        RunStore(tmp_path / "run.db") as store,
+    ):
+        money = Budget(store, clock=Noon(), caps=Caps(day_usd=5.0), prices=PRICES, account=account)
+
+        def settle_then_fail() -> None:
+            with store.transaction():
+                money.settle("a", machine="box", seconds=1.0)
+                raise OSError("the disk is full")
+
+        money.reserve("a", machine="box", seconds=4.0)
+        with pytest.raises(OSError, match="full"):
+            settle_then_fail()
+        assert "day_usd" in str(money.refusal(machine="box", seconds=2.0))
+        money.settle("a", machine="box", seconds=1.0)
+        assert money.refusal(machine="box", seconds=4.0) is None
 
 
 def test_overrun_is_recorded_as_it_was(store: RunStore) -> None:

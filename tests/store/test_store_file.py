@@ -38,7 +38,7 @@ def test_foreign_and_newer_and_damaged_files_are_refused(tmp_path: Path) -> None
     with sqlite3.connect(foreign) as other:
         other.execute("CREATE TABLE t (x)")
     other.close()
-    with pytest.raises(StoreError, match="not a run store"):
+    with pytest.raises(StoreError, match="no run store"):
         RunStore(foreign)
     newer = tmp_path / "newer.db"
     RunStore(newer).close()

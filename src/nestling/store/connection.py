@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from nestling.core.errors import StoreError
-from nestling.store.schema import APPLICATION_ID, VERSION, migrate
+from nestling.store.schema import RUN, Schema
 
 __all__ = ["Connection"]
 
@@ -35,9 +36,16 @@ class Connection:
     """
 
     def __init__(
-        self, path: Path, *, read_only: bool = False, busy_timeout_s: float = _BUSY_TIMEOUT_S
+        self,
+        path: Path,
+        *,
+        schema: Schema = RUN,
+        read_only: bool = False,
+        busy_timeout_s: float = _BUSY_TIMEOUT_S,
     ) -> None:
         self.path = path
+        self._schema = schema
+        self._busy_timeout_s = busy_timeout_s
         self.read_only = read_only
         self._lock = threading.RLock()
         self._depth = 0
@@ -158,43 +166,57 @@ class Connection:
 
     def _prepare(self, unclean: bool) -> None:
         if not self.read_only:
-            self._sqlite.execute("PRAGMA journal_mode = WAL")
+            self._write_ahead()
             self._sqlite.execute("PRAGMA synchronous = FULL")
             self._sqlite.execute("PRAGMA foreign_keys = ON")
             self._sqlite.execute("PRAGMA wal_autocheckpoint = 4000")
-        version = self._version()
-        if version < VERSION:
+        if self._version() < self._schema.version:
             self._upgrade()
         elif unclean and not self.read_only:
             self.check()
 
+    def _write_ahead(self) -> None:
+        """WAL mode. SQLite does not wait for others that open a new file at the same moment."""
+        end_s = time.monotonic() + self._busy_timeout_s
+        while True:
+            try:
+                self._sqlite.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+                if code not in _BUSY or time.monotonic() > end_s:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
+
     def _version(self) -> int:
+        schema = self._schema
         version = int(self._sqlite.execute("PRAGMA user_version").fetchone()[0])
         application = int(self._sqlite.execute("PRAGMA application_id").fetchone()[0])
         tables = int(self._sqlite.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0])
-        if application not in (APPLICATION_ID, 0) or (application == 0 and tables > 0):
+        if application not in (schema.application_id, 0) or (application == 0 and tables > 0):
             raise StoreError(
-                f"{self.path} is not a run store (application id {application:#x}); expected a "
-                f"run.db written by nestling; choose another path"
+                f"{self.path} is no {schema.what} (application id {application:#x}); expected a "
+                f"{schema.usual_name} written by nestling; choose another path"
             )
-        if version > VERSION:
+        if version > schema.version:
             raise StoreError(
-                f"{self.path} has schema version {version}; this nestling reads up to {VERSION}; "
-                f"install the newer nestling that wrote it"
+                f"{self.path} has schema version {version}; this nestling reads up to "
+                f"{schema.version}; install the newer nestling that wrote it"
             )
         return version
 
     def _upgrade(self) -> None:
         if self.read_only:
             raise StoreError(
-                f"{self.path} has an older schema; expected version {VERSION}; open it once for "
-                f"writing, for example with `nestling run --resume`"
+                f"{self.path} has an older schema; expected version {self._schema.version}; open it "
+                f"once for writing, for example with `nestling run --resume`"
             )
         with self.transaction():
             # Asked again: another process may have upgraded it while this one waited.
             version = self._version()
-            if version < VERSION:
-                migrate(self._sqlite, version)
+            if version < self._schema.version:
+                self._schema.migrate(self._sqlite, version)
 
     def _require_whole(self) -> None:
         """Refuse to go on inside a transaction that SQLite has ended, or half of it would stay."""
@@ -246,7 +268,7 @@ class Connection:
                 f"{self.path} is read-only; expected to be able to write; open the run for "
                 f"writing or fix the permissions"
             )
-        return StoreError(f"run store {self.path}: {error}")
+        return StoreError(f"{self._schema.what} {self.path}: {error}")
 
 
 def _connect(path: Path, read_only: bool, busy_timeout_s: float) -> sqlite3.Connection:

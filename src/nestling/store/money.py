@@ -7,7 +7,7 @@ threads and processes together never pass one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nestling.core.clock import Clock
@@ -80,23 +80,29 @@ class MoneyTable:
         self._events = events
         self._clock = clock
 
-    def reserve(self, reservation: Reservation, caps_microusd: Mapping[str, int]) -> Refusal | None:
+    def reserve(
+        self,
+        reservation: Reservation,
+        caps_microusd: Mapping[str, int],
+        *,
+        elsewhere: Callable[[], Refusal | None] = lambda: None,
+    ) -> Refusal | None:
         """Set money aside unless a scope would pass its cap; None when it was set aside.
 
-        Reserving the same id again changes nothing.
+        `elsewhere` is asked last, once every cap here has room: a cap that is kept in another
+        file. Reserving the same id again changes nothing and asks nobody.
         """
         with self._connection.joined():
             if self._connection.one("SELECT 1 FROM money WHERE id = ?", (reservation.id,)):
                 return None
-            for scope in reservation.scopes():
-                refusal = self._refusal(scope, caps_microusd.get(scope), reservation.microusd)
-                if refusal is not None:
-                    self._events.append(
-                        "money.refused",
-                        reservation.id,
-                        {"scope": scope, "asked_microusd": reservation.microusd},
-                    )
-                    return refusal
+            refusal = self._first_refusal(reservation, caps_microusd) or elsewhere()
+            if refusal is not None:
+                self._events.append(
+                    "money.refused",
+                    reservation.id,
+                    {"scope": refusal.scope, "asked_microusd": reservation.microusd},
+                )
+                return refusal
             self._insert(reservation)
             for scope in reservation.scopes():
                 self._connection.execute(
@@ -155,6 +161,11 @@ class MoneyTable:
         rows = self._connection.all("SELECT * FROM money ORDER BY reserved_at, id")
         return [MoneyRecord(**dict(row)) for row in rows]
 
+    def get(self, reservation_id: str) -> MoneyRecord | None:
+        """One reservation; None when it was never made here."""
+        row = self._connection.one("SELECT * FROM money WHERE id = ?", (reservation_id,))
+        return None if row is None else MoneyRecord(**dict(row))
+
     def open_of(self, job_id: str) -> list[MoneyRecord]:
         """Reservations of a job that are not settled."""
         rows = self._connection.all(
@@ -171,6 +182,15 @@ class MoneyTable:
             f"GROUP BY {column}"
         )
         return {str(row[0]): (int(row[1]), float(row[2])) for row in rows}
+
+    def _first_refusal(
+        self, reservation: Reservation, caps_microusd: Mapping[str, int]
+    ) -> Refusal | None:
+        for scope in reservation.scopes():
+            refusal = self._refusal(scope, caps_microusd.get(scope), reservation.microusd)
+            if refusal is not None:
+                return refusal
+        return None
 
     def _refusal(self, scope: str, cap: int | None, asked: int) -> Refusal | None:
         if cap is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -71,6 +71,10 @@ class RunStore:
     def transaction_is_open(self) -> bool:
         """Whether SQLite still holds a transaction; some errors, a full disk for one, end it."""
         return self._connection.is_open
+
+    def after_commit(self, callback: Callable[[], None]) -> None:
+        """Call back once the present transaction is on disk; dropped when it is undone."""
+        self._connection.after_commit(callback)
 
     def set_meta(self, key: str, value: str) -> None:
         """Remember a fact about the run, for example a commitment or the version that wrote it."""

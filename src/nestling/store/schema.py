@@ -1,7 +1,7 @@
 """The tables of a run, and how an older file becomes a newer one.
 
-`PRAGMA user_version` holds the schema version. `MIGRATIONS[v]` takes a file from version v to v + 1;
-a released entry is never edited, a change is a new entry. Money is in whole micro-dollars, so sums
+`PRAGMA user_version` holds the schema version. Entry v of a schema's migrations takes a file from
+version v to v + 1; a released entry is never edited, a change is a new entry. Money is in whole micro-dollars, so sums
 are exact. Moments (`*_at`) are seconds since the epoch; leases also carry the monotonic clock, so
 that a jump of the wall clock expires nothing.
 """
@@ -9,11 +9,35 @@ that a jump of the wall clock expires nothing.
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import dataclass
 
-__all__ = ["APPLICATION_ID", "MIGRATIONS", "VERSION", "migrate"]
+__all__ = ["RUN", "VERSION", "Schema"]
 
-APPLICATION_ID = 0x4E53544C
-"""`NSTL`: tells a run store from any other SQLite file."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schema:
+    """What one kind of file holds."""
+
+    what: str
+    """Its name in messages."""
+    usual_name: str
+    application_id: int
+    """Tells it from any other SQLite file."""
+    migrations: tuple[str, ...]
+
+    @property
+    def version(self) -> int:
+        """The newest version."""
+        return len(self.migrations)
+
+    def migrate(self, connection: sqlite3.Connection, version: int) -> None:
+        """Bring an open transaction's file from `version` to the newest; the caller commits."""
+        for number, script in enumerate(self.migrations[version:], start=version + 1):
+            for statement in _statements(script):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {number}")
+        connection.execute(f"PRAGMA application_id = {self.application_id}")
+
 
 _V1 = """
 CREATE TABLE meta (
@@ -232,17 +256,13 @@ CREATE INDEX jobs_waiting ON jobs (lane, priority, group_key, predicted_s DESC, 
 CREATE INDEX jobs_longest ON jobs (lane, priority, predicted_s DESC, seq) WHERE state = 'queued';
 """
 
-MIGRATIONS: tuple[str, ...] = (_V1, _V2)
-VERSION = len(MIGRATIONS)
-
-
-def migrate(connection: sqlite3.Connection, version: int) -> None:
-    """Bring an open transaction's file from `version` to `VERSION`; the caller commits."""
-    for number, script in enumerate(MIGRATIONS[version:], start=version + 1):
-        for statement in _statements(script):
-            connection.execute(statement)
-        connection.execute(f"PRAGMA user_version = {number}")
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+RUN = Schema(
+    what="run store",
+    usual_name="run.db",
+    application_id=0x4E53544C,  # NSTL
+    migrations=(_V1, _V2),
+)
+VERSION = RUN.version
 
 
 def _statements(script: str) -> list[str]:
