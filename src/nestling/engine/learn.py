@@ -46,6 +46,7 @@ __all__ = [
     "LoraConfig",
     "LossConfig",
     "LossStats",
+    "LossTotals",
     "Muon",
     "OptimConfig",
     "PolicyTrainer",
@@ -55,6 +56,7 @@ __all__ = [
     "StepStats",
     "SupervisedTrainer",
     "TrainRow",
+    "projection_matrices",
     "target_logprobs",
 ]
 
@@ -181,7 +183,7 @@ class PolicyTrainer:
         temperature = None
         if any(value != 1 for value in temperature_J):
             temperature = torch.tensor(list(temperature_J), dtype=torch.float32, device=device)
-        totals = _Totals(J, device)
+        totals = LossTotals(J, device)
         for batch in micro_batches(kept, self._budget, device):
             self._backward(batch, temperature, tokens.to(device), ce_tokens.to(device), totals)
         self._trained.note([len(rows) > 0 for rows in kept])
@@ -214,7 +216,7 @@ class PolicyTrainer:
         temperature: Tensor | None,
         tokens: Tensor,
         ce_tokens: Tensor,
-        totals: _Totals,
+        totals: LossTotals,
     ) -> None:
         logp = target_logprobs(
             self._trained.params(), self._model, batch, temperature, self._dropout
@@ -298,7 +300,7 @@ class _Trained:
         self._model, self._optim = model, optim
         if model.lora is None:
             self.flat = model.weights.flat
-            matrices = _projection_matrices(model)
+            matrices = projection_matrices(model)
         else:
             self.flat = model.lora.flat
             matrices = model.lora.matrices()
@@ -375,7 +377,7 @@ class _Trained:
         self._optimizer.load_state_dict(state["optimizer"])
 
 
-class _Totals:
+class LossTotals:
     """Sums over a batch's micro-batches, kept on the device until the end."""
 
     def __init__(self, num_jobs: int, device: torch.device) -> None:
@@ -389,10 +391,12 @@ class _Totals:
         policy_J: Tensor,
         ce_J: Tensor,
         kl: Tensor | None,
+        jobs: Tensor | None = None,
     ) -> None:
+        """Add a micro-batch of all jobs, or of those whose numbers are given."""
         action = batch.action > 0
         diff = torch.where(action, logp - batch.old_logp, 0.0)
-        sums = self._sums
+        sums = self._sums if jobs is None else self._sums[:, jobs]
         sums[0] += policy_J + ce_J
         sums[1] += (diff.exp() - 1).abs().sum(1)
         sums[2] = torch.maximum(sums[2], diff.abs().amax(1))
@@ -401,8 +405,11 @@ class _Totals:
         if kl is not None:
             sums[5] += torch.where(action, kl.detach(), 0.0).sum(1)
         sums[6] += ce_J
+        if jobs is not None:
+            self._sums[:, jobs] = sums
 
     def stats(self, num_rows: list[int], tokens: list[float]) -> list[LossStats]:
+        """Per job, given its rows and action tokens."""
         found = []
         for j, (loss, ratio, diff, dropped, logp, kl, ce) in enumerate(self._sums.T.tolist()):
             count = max(tokens[j], 1.0)
@@ -442,7 +449,8 @@ def _cast(model: Model) -> torch.dtype | None:
     return None if model.compute_dtype == torch.float32 else model.compute_dtype
 
 
-def _projection_matrices(model: Model) -> list[tuple[int, int, int]]:
+def projection_matrices(model: Model) -> list[tuple[int, int, int]]:
+    """(offset, rows, columns) of every projection inside a model's flat weights."""
     offsets = {slot.name: slot.offset for slot in layout(model.config)}
     return [
         (offsets[part.slot] + part.start_row * part.shape[1], part.shape[0], part.shape[1])
