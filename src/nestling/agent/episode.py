@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from nestling.agent.call_dialects import parse_agent_turn
 from nestling.agent.episode_result import EpisodeResult, OutcomeCode, TurnRecord
 from nestling.agent.job_runner import JobRunner
 from nestling.agent.policy import AgentTurn, ContextFullError, Policy, PolicySession, Trajectory
@@ -27,7 +28,7 @@ from nestling.agent.turn_log import TurnFlow, TurnLog, storable
 from nestling.agent.workspace import Workspace
 from nestling.core.clock import Clock, SystemClock
 from nestling.core.frozen import Frozen
-from nestling.engine.chat import FinalAnswer, MalformedCall, ToolCall, parse_turn
+from nestling.engine.chat import FinalAnswer, MalformedCall, ToolCall
 from nestling.families.family import Family
 from nestling.jobs.outcome import Outcome
 
@@ -201,7 +202,7 @@ def _parse(turn: AgentTurn) -> ToolCall | FinalAnswer | MalformedCall:
         return MalformedCall(
             reason="the turn was cut because it is too long; write less in one turn"
         )
-    return parse_turn(turn.text)
+    return parse_agent_turn(turn.text)
 
 
 def _record(turn: AgentTurn, name: str | None = None, answer: str | None = None) -> TurnRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from nestling.agent.policy import AgentTurn, ContextFullError, Trajectory
 from nestling.agent.prompt import AgentPrompt
@@ -13,7 +13,7 @@ from nestling.core.seeds import derive_seed
 from nestling.engine.chat import Message, prompt_ids, tool_result_ids
 from nestling.engine.tokenizer import Tokenizer
 
-__all__ = ["Sampled", "TokenPolicy", "TokenSampler", "TokenSession"]
+__all__ = ["ChatFormat", "OwnChat", "Sampled", "TokenPolicy", "TokenSampler", "TokenSession"]
 
 _MIN_TURN_TOKENS = 2
 """One token and the turn end."""
@@ -52,12 +52,46 @@ class TokenSampler(Protocol):
         ...
 
 
+class ChatFormat(Protocol):
+    """How a conversation becomes tokens that are only ever appended to."""
+
+    def prompt_ids(
+        self, system: str, user: str, tool_schemas: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """The opening, ready for the first turn."""
+        ...
+
+    def tool_result_ids(self, content: str) -> list[int]:
+        """What follows a turn end: a tool's answer, ready for the next turn."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnChat:
+    """The dialect of `engine.chat`, which our own models are trained on."""
+
+    tokenizer: Tokenizer
+
+    def prompt_ids(
+        self, system: str, user: str, tool_schemas: Sequence[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """See `ChatFormat`."""
+        messages = [Message(role="system", content=system), Message(role="user", content=user)]
+        return prompt_ids(self.tokenizer, messages, tool_schemas)
+
+    def tool_result_ids(self, content: str) -> list[int]:
+        """See `ChatFormat`."""
+        return tool_result_ids(self.tokenizer, content)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPolicy:
     """A model, its tokenizer and how it samples; the temperature is part of what the policy is."""
 
     tokenizer: Tokenizer
     sampler: TokenSampler
+    chat: ChatFormat | None = None
+    """None: `OwnChat`."""
     temperature: float = 0.7
     max_turn_tokens: int = 256
     """Tokens of one turn, the turn end included."""
@@ -66,12 +100,14 @@ class TokenPolicy:
 
     def begin(self, prompt: AgentPrompt, seed: int) -> TokenSession:
         """A session; tool schemas are rendered into the prompt for the full style only."""
-        messages = [
-            Message(role="system", content=prompt.system),
-            Message(role="user", content=prompt.user),
-        ]
         schemas = prompt.tool_schemas if prompt.style == "full" else None
-        return TokenSession(self, prompt_ids(self.tokenizer, messages, schemas), seed)
+        opening = self.format.prompt_ids(prompt.system, prompt.user, schemas)
+        return TokenSession(self, opening, seed)
+
+    @property
+    def format(self) -> ChatFormat:
+        """The chat format in use."""
+        return self.chat or OwnChat(tokenizer=self.tokenizer)
 
 
 class TokenSession:
@@ -124,9 +160,9 @@ class TokenSession:
 
     async def observe(self, tool_result: str) -> None:
         """Append the result; a turn that was cut is first closed by a turn end that was not sampled."""
-        tokenizer = self._policy.tokenizer
-        closing = [tokenizer.turn_end_id] if self._turn_open else []
-        self._append((*closing, *tool_result_ids(tokenizer, tool_result)))
+        policy = self._policy
+        closing = [policy.tokenizer.turn_end_id] if self._turn_open else []
+        self._append((*closing, *policy.format.tool_result_ids(tool_result)))
         self._turn_open = False
 
     def close(self) -> None:
