@@ -13,6 +13,14 @@ from nestling.engine.weights import Weights
 TOKENIZER = Tokenizer.closed(["ann", "bob", "cat", *"0123456789"])
 
 
+GEMMA = {
+    "qk_norm": True,
+    "rope_theta": 1e6,
+    "gemma": {"query_scalar": 16, "window": 5, "local_rope_theta": 1e3, "global_layers": (1,)},
+}
+"""A Gemma 3 in which every part matters: windows shorter than the texts, both kinds of layers."""
+
+
 def make_config(**changes: object) -> ModelConfig:
     values = {
         "vocab_size": TOKENIZER.vocab_size,

@@ -11,13 +11,14 @@ from nestling.engine.config import ModelConfig
 from nestling.engine.model import bind, forward, logits
 from nestling.engine.weights import Weights, num_parameters, parts
 
-from .conftest import make_config, make_model
+from .conftest import GEMMA, make_config, make_model
 
 LAYOUTS = {
     "llama": {"tie_embeddings": False},
     "llama_tied_mha": {"num_kv_heads": 4},
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True, "head_dim": 16, "tie_embeddings": False},
+    "gemma3": GEMMA,
 }
 
 

@@ -14,13 +14,14 @@ from nestling.engine.model import (
 )
 from nestling.engine.weights import Weights, split_views
 
-from .conftest import make_config
+from .conftest import GEMMA, make_config
 
 LAYOUTS = [
     {"num_kv_heads": 4},
     {},
     {"attention_bias": True, "tie_embeddings": False},
     {"qk_norm": True},
+    GEMMA,
 ]
 
 

@@ -52,7 +52,12 @@ class CpuStep:
     def fits(params: Params, config: ModelConfig) -> bool:
         """Whether this class can compute what `model.decode` would for these parameters."""
         embed = params.embed
-        plain = embed.device.type == "cpu" and embed.dtype == torch.float32 and embed.shape[0] == 1
+        plain = (
+            config.gemma is None
+            and embed.device.type == "cpu"
+            and embed.dtype == torch.float32
+            and embed.shape[0] == 1
+        )
         adapters = [one for layer in params.layers for one in layer.qkv.adapters]
         return plain and not config.qk_norm and all(one.up.shape[0] == 1 for one in adapters)
 

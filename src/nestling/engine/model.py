@@ -72,6 +72,9 @@ class LayerParams(NamedTuple):
     mlp_norm: Tensor
     gate_up: Linear
     down: Linear
+    attn_post_norm: Tensor | None = None
+    """Over what attention adds to the residual (Gemma), as is the next over the feed-forward's."""
+    mlp_post_norm: Tensor | None = None
 
 
 class Params(NamedTuple):
@@ -139,10 +142,16 @@ def bind(
         return Linear(cast[name], cast.get(name + "_bias"), _cast_all(extra.get(name, ()), dtype))
 
     def norm(name: str) -> Tensor:
-        return cast[name].unsqueeze(1)
+        if config.gemma is None:
+            return cast[name].unsqueeze(1)
+        whole = views[name].unsqueeze(1) + 1  # before the cast: 1 + weight has few bits to spare
+        return whole if dtype is None else whole.to(dtype)
+
+    def post_norm(name: str) -> Tensor | None:
+        return norm(name) if name in cast else None
 
     def head_norm(name: str) -> Tensor | None:
-        return cast[name][:, None, None, None] if name in cast else None
+        return norm(name)[:, :, None, None] if name in cast else None
 
     layers = tuple(
         LayerParams(
@@ -154,6 +163,8 @@ def bind(
             mlp_norm=norm(f"layers.{i}.mlp_norm"),
             gate_up=linear(f"layers.{i}.gate_up"),
             down=linear(f"layers.{i}.down"),
+            attn_post_norm=post_norm(f"layers.{i}.attn_post_norm"),
+            mlp_post_norm=post_norm(f"layers.{i}.mlp_post_norm"),
         )
         for i in range(config.num_layers)
     )
@@ -199,14 +210,20 @@ def forward(
 ) -> Tensor:
     """Normed hidden states [J, B, T, D] of ids [J, B, T]; causal, padding on the right is harmless."""
     J, B, T = ids.shape
-    cos, sin = _rope(config, T, ids.device, params.embed.dtype)
-    x = _embed(params.embed, ids.reshape(J, B * T))
-    for layer in params.layers:
+    ropes = _layer_ropes(config, T, ids.device, params.embed.dtype)
+    place = torch.arange(T, device=ids.device)
+    x = _embed(params.embed, ids.reshape(J, B * T), config)
+    for i, layer in enumerate(params.layers):
+        cos, sin = ropes[i]
         q, k, v = _split_heads(_qkv(x, layer, config, dropout), layer, config, (J * B, T), cos, sin)
         k, v = _repeat_kv(k, config), _repeat_kv(v, config)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        window = config.layer_window(i)
+        seen = None if window is None or window >= T else _visible(place, T, window)
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, is_causal=seen is None, scale=config.query_scale
+        )
         y = y.transpose(1, 2).reshape(J, B * T, config.q_size)
-        x = x + _project(y, layer.attn_out, dropout)
+        x = x + _attention_out(y, layer, config, dropout)
         x = x + _feed_forward(x, layer, config, dropout)
     return _rms_norm(x, params.final_norm, config.rms_eps).view(J, B, T, config.hidden_size)
 
@@ -229,15 +246,12 @@ def extend(
     J, b, T = ids.shape
     width = int(start.max()) + T
     positions = start.reshape(-1, 1) + torch.arange(T, device=ids.device)  # [R, T]
-    cos, sin = _rope(config, width, ids.device, params.embed.dtype)
-    cos, sin = cos[positions], sin[positions]  # [R, T, 1, d/2]
+    ropes = _layer_ropes(config, width, ids.device, params.embed.dtype, positions)
     from_empty = width == T
-    visible = None
-    if not from_empty:
-        visible = torch.arange(width, device=ids.device) <= positions[:, :, None]  # [R, T, width]
-        visible = visible[:, None]
-    x = _embed(params.embed, ids.reshape(J, b * T))
+    visible = None if from_empty else _visible(positions, width, None)[:, None]
+    x = _embed(params.embed, ids.reshape(J, b * T), config)
     for i, layer in enumerate(params.layers):
+        cos, sin = ropes[i]  # [R, T, 1, d/2]
         q, k, v = _split_heads(_qkv(x, layer, config, None), layer, config, (J * b, T), cos, sin)
         keys, values = cache.keys[i], cache.values[i]
         keys[rows[:, None], :, positions] = k.transpose(1, 2).to(keys.dtype)
@@ -247,14 +261,20 @@ def extend(
         if not from_empty:
             k = keys[rows, :, :width].to(q.dtype)
             v = values[rows, :, :width].to(q.dtype)
+        window = config.layer_window(i)
+        seen = visible
+        if window is not None and window < width:
+            seen = _visible(positions, width, window)[:, None]
         y = F.scaled_dot_product_attention(
             q,
             _repeat_kv(k, config),
             _repeat_kv(v, config),
-            attn_mask=visible,
-            is_causal=from_empty,
+            attn_mask=seen,
+            is_causal=seen is None,
+            scale=config.query_scale,
         )
-        x = x + _project(y.transpose(1, 2).reshape(J, b * T, config.q_size), layer.attn_out, None)
+        y = y.transpose(1, 2).reshape(J, b * T, config.q_size)
+        x = x + _attention_out(y, layer, config, None)
         x = x + _feed_forward(x, layer, config, None)
 
 
@@ -280,13 +300,15 @@ def decode(
     row = torch.arange(R, device=token.device) if rows is None else rows
     head = row[:, None] * K + torch.arange(K, device=token.device)
     landing = (head * max_len + place[:, None]).reshape(R * K)  # flat cache positions to write
-    cos, sin = _rope(config, max_len, token.device, params.embed.dtype)
-    cos, sin = cos[place][:, None], sin[place][:, None]  # [R, 1, 1, d/2]
-    hidden_keys = torch.arange(width, device=token.device) > place[:, None]  # [R, width]
-    mask = torch.zeros(R, 1, width, device=token.device, dtype=params.embed.dtype)
-    mask.masked_fill_(hidden_keys[:, None], -math.inf)
-    x = _embed(params.embed, token)
+    ropes = _layer_ropes(config, max_len, token.device, params.embed.dtype, place[:, None])
+    masks: dict[int | None, Tensor] = {}  # by window, [R, 1, width]
+    for window in {config.layer_window(i) for i in range(config.num_layers)}:
+        mask = torch.zeros(R, 1, width, device=token.device, dtype=params.embed.dtype)
+        masks[window] = mask.masked_fill_(~_visible(place[:, None], width, window), -math.inf)
+    x = _embed(params.embed, token, config)
     for i, layer in enumerate(params.layers):
+        cos, sin = ropes[i]  # [R, 1, 1, d/2]
+        mask = masks[config.layer_window(i)]
         q, k, v = _split_heads(_qkv(x, layer, config, None), layer, config, (R, 1), cos, sin)
         keys, values = cache.keys[i], cache.values[i]
         keys.view(-1, d).index_copy_(0, landing, k.reshape(R * K, d).to(keys.dtype))
@@ -297,22 +319,27 @@ def decode(
         else:
             seen_keys = keys[rows, :, :width].view(R * K, width, d)
             seen_values = values[rows, :, :width].view(R * K, width, d)
-        query = (q * d**-0.5).reshape(R * K, groups, d).to(keys.dtype)
+        query = (q * config.query_scale).reshape(R * K, groups, d).to(keys.dtype)
         scores = torch.bmm(query, seen_keys.transpose(1, 2)).view(R, K * groups, width)
         scores = (scores.to(mask.dtype) + mask).float().softmax(-1).to(keys.dtype)
         y = torch.bmm(scores.view(R * K, groups, width), seen_values)
-        x = x + _project(y.reshape(J, B, config.q_size).to(x.dtype), layer.attn_out, None)
+        x = x + _attention_out(y.reshape(J, B, config.q_size).to(x.dtype), layer, config, None)
         x = x + _feed_forward(x, layer, config, None)
     return logits(params, _rms_norm(x, params.final_norm, config.rms_eps))
 
 
 def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
     """Float32 cos and sin [length, 1, d/2] of rotary positions, on the CPU."""
-    return _rope(config, length, torch.device("cpu"), torch.float32)
+    return _rope(config.rope_theta, config, length, torch.device("cpu"), torch.float32)
 
 
-def _embed(embed: Tensor, ids: Tensor) -> Tensor:
-    """Token vectors [J, N, D]."""
+def _embed(embed: Tensor, ids: Tensor, config: ModelConfig) -> Tensor:
+    """Token vectors [J, N, D]; Gemma's are scaled, its output layer is not."""
+    vectors = _token_vectors(embed, ids)
+    return vectors if config.gemma is None else vectors * config.hidden_size**0.5
+
+
+def _token_vectors(embed: Tensor, ids: Tensor) -> Tensor:
     jobs, vocab, width = embed.shape
     if jobs == 1:
         return F.embedding(ids, embed.view(vocab, width))
@@ -360,7 +387,16 @@ def _feed_forward(
     x: Tensor, layer: LayerParams, config: ModelConfig, dropout: Dropout | None
 ) -> Tensor:
     gate_up = _project(_rms_norm(x, layer.mlp_norm, config.rms_eps), layer.gate_up, dropout)
-    return _project(_swiglu(gate_up), layer.down, dropout)
+    gated = _swiglu(gate_up) if config.gemma is None else _geglu(gate_up)
+    y = _project(gated, layer.down, dropout)
+    return y if layer.mlp_post_norm is None else _rms_norm(y, layer.mlp_post_norm, config.rms_eps)
+
+
+def _attention_out(
+    x: Tensor, layer: LayerParams, config: ModelConfig, dropout: Dropout | None
+) -> Tensor:
+    y = _project(x, layer.attn_out, dropout)
+    return y if layer.attn_post_norm is None else _rms_norm(y, layer.attn_post_norm, config.rms_eps)
 
 
 def _split_heads(
@@ -418,12 +454,35 @@ def _rope_table(
 
 
 def _rope(
-    config: ModelConfig, length: int, device: torch.device, dtype: torch.dtype
+    theta: float, config: ModelConfig, length: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Cos and sin [length, 1, d/2]; tables are built in powers of two and cut."""
     size = 1 << max(8, (length - 1).bit_length())
-    cos, sin = _rope_table(config.rope_theta, config.head_dim, size, device, dtype)
+    cos, sin = _rope_table(theta, config.head_dim, size, device, dtype)
     return cos[:length], sin[:length]
+
+
+def _layer_ropes(
+    config: ModelConfig,
+    length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    positions: Tensor | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Cos and sin of every layer, of all positions or of the given ones; layers of one base share them."""
+    thetas = [config.layer_rope_theta(i) for i in range(config.num_layers)]
+    tables = {}
+    for theta in set(thetas):
+        cos, sin = _rope(theta, config, length, device, dtype)
+        tables[theta] = (cos, sin) if positions is None else (cos[positions], sin[positions])
+    return [tables[theta] for theta in thetas]
+
+
+def _visible(positions: Tensor, width: int, window: int | None) -> Tensor:
+    """Which of the keys 0..width-1 a query at each of `positions` [..., T] sees: [..., T, width]."""
+    distance = positions[..., None] - torch.arange(width, device=positions.device)
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
 
 
 def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -512,6 +571,11 @@ def _swiglu(gate_up: Tensor) -> Tensor:
         return _SwiGlu.apply(gate_up)  # type: ignore[no-any-return, no-untyped-call]
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate).mul_(up)
+
+
+def _geglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
 
 
 class _SwiGlu(torch.autograd.Function):

@@ -31,7 +31,7 @@ class Slot:
     shape: tuple[int, ...]
     offset: int
     init_std: float | None
-    """Standard deviation at initialisation; None: ones for norms, zeros for biases."""
+    """Standard deviation at initialisation; None: norms that change nothing, zeros for biases."""
 
     @property
     def size(self) -> int:
@@ -71,12 +71,18 @@ def layout(config: ModelConfig) -> tuple[Slot, ...]:
                 (name + "q_norm", (config.head_dim,), None),
                 (name + "k_norm", (config.head_dim,), None),
             ]
+        rows.append(
+            (name + "attn_out", (hidden, config.q_size), config.q_size**-0.5 * residual_std)
+        )
+        if config.gemma is not None:
+            rows.append((name + "attn_post_norm", (hidden,), None))
         rows += [
-            (name + "attn_out", (hidden, config.q_size), config.q_size**-0.5 * residual_std),
             (name + "mlp_norm", (hidden,), None),
             (name + "gate_up", (2 * ff, hidden), hidden**-0.5),
             (name + "down", (hidden, ff), ff**-0.5 * residual_std),
         ]
+        if config.gemma is not None:
+            rows.append((name + "mlp_post_norm", (hidden,), None))
     rows.append(("final_norm", (hidden,), None))
     if not config.tie_embeddings:
         rows.append(("lm_head", (config.vocab_size, hidden), 0.02))
@@ -99,7 +105,7 @@ def parts(config: ModelConfig) -> tuple[Part, ...]:
         ("self_attn.k_proj.weight", "qkv", q, (kv, hidden)),
         ("self_attn.v_proj.weight", "qkv", q + kv, (kv, hidden)),
         ("self_attn.o_proj.weight", "attn_out", 0, (hidden, q)),
-        ("post_attention_layernorm.weight", "mlp_norm", 0, (hidden,)),
+        *((name, slot, 0, (hidden,)) for name, slot in _block_norms(config)),
         ("mlp.gate_proj.weight", "gate_up", 0, (ff, hidden)),
         ("mlp.up_proj.weight", "gate_up", ff, (ff, hidden)),
         ("mlp.down_proj.weight", "down", 0, (hidden, ff)),
@@ -126,6 +132,17 @@ def parts(config: ModelConfig) -> tuple[Part, ...]:
         every.append(("lm_head.weight", "lm_head", 0, (config.vocab_size, hidden)))
     return tuple(
         Part(hf_name=hf, slot=slot, start_row=row, shape=shape) for hf, slot, row, shape in every
+    )
+
+
+def _block_norms(config: ModelConfig) -> tuple[tuple[str, str], ...]:
+    """The same name means the norm before the feed-forward in Llama, the one after attention in Gemma."""
+    if config.gemma is None:
+        return (("post_attention_layernorm.weight", "mlp_norm"),)
+    return (
+        ("post_attention_layernorm.weight", "attn_post_norm"),
+        ("pre_feedforward_layernorm.weight", "mlp_norm"),
+        ("post_feedforward_layernorm.weight", "mlp_post_norm"),
     )
 
 
@@ -175,7 +192,7 @@ class Weights:
         for slot, view in zip(layout(config), weights.views().values(), strict=True):
             if slot.init_std is not None:
                 view.normal_(0.0, slot.init_std, generator=source)
-            elif slot.name.endswith("norm"):
+            elif slot.name.endswith("norm") and config.gemma is None:  # Gemma's are offsets from 1
                 view.fill_(1.0)
         return weights
 
@@ -209,7 +226,7 @@ class Weights:
 
     def content_hash(self, job: int = 0) -> str:
         """SHA-256 of one job's config and float32 little-endian values."""
-        digest = hashlib.sha256(self.config.model_dump_json().encode())
+        digest = hashlib.sha256(self.config.model_dump_json(exclude_none=True).encode())
         values = self.flat[job].detach().to(device="cpu", dtype=torch.float32).contiguous()
         digest.update(values.numpy().astype("<f4", copy=False).tobytes())
         return digest.hexdigest()
