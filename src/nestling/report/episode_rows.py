@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import MutableMapping
+from dataclasses import replace
 
 from pydantic import ValidationError
 
@@ -18,12 +20,26 @@ __all__ = ["arm_of", "episode_rows", "read_result"]
 _MEASURE = "measure"
 
 
-def episode_rows(store: RunStore) -> tuple[EpisodeRow, ...]:
-    """Every finished episode, group by group; only one group's text is held at a time."""
+def episode_rows(
+    store: RunStore, known: MutableMapping[str, tuple[EpisodeRow, ...]] | None = None
+) -> tuple[EpisodeRow, ...]:
+    """Every finished episode, group by group; only one group's text is held at a time.
+
+    `known`: rows by group of an earlier call; groups that were complete are not read again. It is
+    updated.
+    """
+    memory = {} if known is None else known
     rows: list[EpisodeRow] = []
     for group in store.progress.groups():
-        finished = store.episodes.all(group_id=group.id, state="finished")
-        rows += [_row(group, record, read_result(store, record)) for record in finished]
+        found = memory.get(group.id, ())
+        if len(found) < group.size:
+            finished = store.episodes.all(group_id=group.id, state="finished")
+            found = tuple(_row(group, one, read_result(store, one)) for one in finished)
+        step = _step_of(group)
+        memory[group.id] = tuple(
+            one if one.step == step else replace(one, step=step) for one in found
+        )
+        rows += memory[group.id]
     return tuple(rows)
 
 
@@ -45,6 +61,10 @@ def arm_of(group: GroupRecord) -> str | None:
     return group.id.removeprefix(f"{_MEASURE}/").rpartition("/")[0]
 
 
+def _step_of(group: GroupRecord) -> int | None:
+    return group.used_in_step if group.purpose == "train" else group.step
+
+
 def _row(group: GroupRecord, record: EpisodeRecord, result: EpisodeResult) -> EpisodeRow:
     terms = result.terms[result.reward_kind]
     accepted = result.manifest if result.valid_attempt is not None else None
@@ -61,7 +81,7 @@ def _row(group: GroupRecord, record: EpisodeRecord, result: EpisodeResult) -> Ep
         member=record.idx,
         purpose="train" if is_train else "measure",
         arm=arm_of(group),
-        step=group.used_in_step if is_train else group.step,
+        step=_step_of(group),
         version=record.summary.get("version", record.learner_version),
         family=result.family,
         outcome_code=result.outcome_code,

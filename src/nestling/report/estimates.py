@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 from nestling.core.seeds import derive_seed
 from nestling.outer import stats
@@ -37,4 +38,10 @@ def estimate(
     filled = [group for group in values if group]
     if len(filled) == 1:
         filled = [[x] for x in filled[0]]
-    return stats.cluster_mean(filled, seed=derive_seed(_ROOT, *names))
+    return _resampled(tuple(tuple(group) for group in filled), derive_seed(_ROOT, *names))
+
+
+@lru_cache(maxsize=8192)
+def _resampled(values: tuple[tuple[float, ...], ...], seed: int) -> Estimate | None:
+    """Remembered, because a page that follows a run asks for the same steps again and again."""
+    return stats.cluster_mean(values, seed=seed)

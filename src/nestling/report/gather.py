@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -22,18 +23,30 @@ from nestling.report.run_info import recorded_weights, run_info
 from nestling.report.step_rows import step_rows
 from nestling.store import RunStore
 
-__all__ = ["gather"]
+__all__ = ["RowMemory", "gather"]
 
 
-def gather(run_folder: Path) -> RunData:
+@dataclass(slots=True)
+class RowMemory:
+    """What an earlier look at the same run found, so that the next one reads only what is new."""
+
+    groups: dict[str, tuple[EpisodeRow, ...]] = field(default_factory=dict)
+    jobs: dict[str, JobRow] = field(default_factory=dict)
+    seq: int | None = None
+    """Event up to which the jobs are known; None before the first look."""
+
+
+def gather(run_folder: Path, memory: RowMemory | None = None) -> RunData:
     """Everything a report shows of a run, however far it came.
+
+    `memory`: of earlier calls for the same folder, updated; for a page that follows a run.
 
     Raises `StoreError` when the folder holds no run, or a damaged one.
     """
     folder = RunDir(run_folder)
     with RunStore.open_reader(folder.database) as store:
         try:
-            return _gather(folder, store)
+            return _gather(folder, store, memory or RowMemory())
         except (ValidationError, json.JSONDecodeError) as error:
             raise StoreError(
                 f"{folder.database} holds a record this version cannot read: {error}; expected "
@@ -41,11 +54,11 @@ def gather(run_folder: Path) -> RunData:
             ) from error
 
 
-def _gather(folder: RunDir, store: RunStore) -> RunData:
+def _gather(folder: RunDir, store: RunStore, memory: RowMemory) -> RunData:
     info = run_info(folder, store)
     recorded = recorded_weights(info.config)
     weights = recorded or RewardWeights()
-    episodes = episode_rows(store)
+    episodes = episode_rows(store, memory.groups)
     training = tuple(
         dict.fromkeys(group.family for group in store.progress.groups(purpose="train"))
     )
@@ -62,7 +75,9 @@ def _gather(folder: RunDir, store: RunStore) -> RunData:
         no_op=(reward_kind, weights),
     )
     found_sweeps = sweeps(store)
-    jobs = job_rows(store, episodes)
+    seq = store.events.last_seq()
+    jobs = job_rows(store, episodes, memory.jobs, _changed_jobs(store, memory.seq, seq))
+    memory.seq = seq
     costs = tuple(
         MachineCost(machine=machine, usd=microusd / 1e6, minutes=seconds / 60)
         for machine, (microusd, seconds) in sorted(store.money.spent_by("machine").items())
@@ -95,6 +110,15 @@ def _gather(folder: RunDir, store: RunStore) -> RunData:
             no_op=(reward_kind, weights, best_pre),
         ),
     )
+
+
+def _changed_jobs(store: RunStore, since: int | None, until: int) -> list[str] | None:
+    """Jobs with an event after `since`, oldest first; None when nothing is known yet."""
+    if since is None:
+        return None
+    events = store.events.since(since, until - since) if until > since else []
+    subjects = (one.subject for one in events if one.kind.startswith("job."))
+    return list(dict.fromkeys(subjects))
 
 
 def _reward_kind(episodes: Sequence[EpisodeRow]) -> RewardKind:

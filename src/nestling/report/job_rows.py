@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 
 from nestling.jobs.outcome import Outcome
 from nestling.report.run_data import EpisodeRow, JobRow
@@ -12,11 +12,24 @@ from nestling.store.jobs import JobRecord
 __all__ = ["job_rows"]
 
 
-def job_rows(store: RunStore, episodes: Sequence[EpisodeRow]) -> tuple[JobRow, ...]:
-    """Jobs in the order they were queued; without a queue, one per distinct job of the episodes."""
-    queued = store.jobs.all(kind="run")
-    if queued:
-        return tuple(_queued(job) for job in queued)
+def job_rows(
+    store: RunStore,
+    episodes: Sequence[EpisodeRow],
+    known: MutableMapping[str, JobRow] | None = None,
+    changed: Iterable[str] | None = None,
+) -> tuple[JobRow, ...]:
+    """Jobs in the order they were queued; without a queue, one per distinct job of the episodes.
+
+    `known`: rows by id of an earlier call, updated; then only the jobs named in `changed` are read.
+    """
+    memory = {} if known is None else known
+    if changed is None:
+        queued = store.jobs.all(kind="run")
+    else:
+        queued = [job for one in changed if (job := store.jobs.get(one)).kind == "run"]
+    memory.update((job.id, _queued(job)) for job in queued)
+    if memory:
+        return tuple(memory.values())
     jobs: dict[tuple[str, str], JobRow] = {}
     for episode in episodes:
         if episode.job_hash is not None and episode.is_valid:

@@ -17,7 +17,7 @@ from nestling.report.episode_rows import read_result
 from nestling.report.run_data import EpisodeRow, RunData
 from nestling.store import RunStore
 
-__all__ = ["EpisodeDetail", "Pick", "pick_episodes", "read_details"]
+__all__ = ["EpisodeDetail", "Pick", "pick_episodes", "read_details", "submitted_files"]
 
 Place = Literal["best", "median", "worst"]
 
@@ -65,7 +65,6 @@ def read_details(
     """The picked episodes in full; raises `StoreError` when the run is damaged."""
     folder = RunDir(run_folder)
     with RunStore.open_reader(folder.database) as store:
-        bundles = _bundles(store) if picks else {}
         details = []
         for pick in picks:
             result = read_result(store, store.episodes.get(pick.row.id))
@@ -73,11 +72,24 @@ def read_details(
                 EpisodeDetail(
                     pick=pick,
                     result=result,
-                    files=_files(folder, bundles, result),
+                    files=_files(folder, store, result),
                     arithmetic=tuple(reward_lines(result, weights)),
                 )
             )
     return details
+
+
+def submitted_files(folder: RunDir, store: RunStore, job_hash: str) -> dict[str, str] | None:
+    """Text by path of a submitted bundle; None when it was not kept or is damaged."""
+    job = store.jobs.with_payload("job_hash", job_hash)
+    artifact = job.payload.get("bundle") if job is not None else None
+    if not isinstance(artifact, str):
+        return None
+    try:
+        bundle = unpack_bundle(folder.artifacts, artifact)
+    except (JobFailedError, JobRejectedError, ValueError):
+        return None
+    return {path: data.decode("utf-8", "replace") for path, data in bundle.files.items()}
 
 
 def _best_median_worst(played: Sequence[EpisodeRow]) -> list[Pick]:
@@ -94,26 +106,7 @@ def _best_median_worst(played: Sequence[EpisodeRow]) -> list[Pick]:
     return [Pick(row=by_id[key], places=tuple(found)) for key, found in chosen.items()]
 
 
-def _bundles(store: RunStore) -> dict[str, str]:
-    """Artifact of each submitted bundle, by job hash."""
-    found = {}
-    for job in store.jobs.all():
-        job_hash, artifact = job.payload.get("job_hash"), job.payload.get("bundle")
-        if isinstance(job_hash, str) and isinstance(artifact, str):
-            found[job_hash] = artifact
-    return found
-
-
-def _files(
-    folder: RunDir, bundles: Mapping[str, str], result: EpisodeResult
-) -> dict[str, str] | None:
+def _files(folder: RunDir, store: RunStore, result: EpisodeResult) -> dict[str, str] | None:
     hashes = [one.job_hash for one in result.attempts if one.job_hash and not one.ok]
     hashes += [one.job_hash for one in result.attempts if one.job_hash and one.ok]
-    artifact = bundles.get(hashes[-1]) if hashes else None
-    if artifact is None:
-        return None
-    try:
-        bundle = unpack_bundle(folder.artifacts, artifact)
-    except (JobFailedError, JobRejectedError, ValueError):
-        return None
-    return {path: data.decode("utf-8", "replace") for path, data in bundle.files.items()}
+    return submitted_files(folder, store, hashes[-1]) if hashes else None

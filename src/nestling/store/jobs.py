@@ -20,7 +20,7 @@ from nestling.core.errors import StoreError
 from nestling.store.connection import Connection
 from nestling.store.events import EventLog
 
-__all__ = ["JobRecord", "JobState", "JobTable", "LeaseRecord", "NewJob"]
+__all__ = ["JobRecord", "JobSpan", "JobState", "JobTable", "LeaseRecord", "NewJob"]
 
 JobState = Literal["queued", "running", "done", "failed"]
 
@@ -84,6 +84,24 @@ class JobRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpan:
+    """When and where a work item ran, without what it was about."""
+
+    id: str
+    kind: str
+    state: JobState
+    lane: str
+    family: str | None
+    episode_id: str | None
+    worker: str | None
+    tries: int
+    queued_at: float
+    started_at: float | None
+    """Of its last try."""
+    finished_at: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRecord:
     """The right of one worker to finish one job."""
 
@@ -134,6 +152,22 @@ class JobTable:
             (state, kind),
         )
         return [_job(row) for row in rows]
+
+    def spans(self) -> list[JobSpan]:
+        """Every job in queue order, without payloads and results: cheap."""
+        rows = self._connection.all(
+            "SELECT id, kind, state, lane, family, episode_id, worker, tries, queued_at, "
+            "started_at, finished_at FROM jobs ORDER BY seq"
+        )
+        return [JobSpan(**dict(row)) for row in rows]
+
+    def with_payload(self, key: str, value: str) -> JobRecord | None:
+        """The oldest job whose payload holds `value` under `key`; reads every payload."""
+        row = self._connection.one(
+            "SELECT * FROM jobs WHERE json_extract(payload, '$.' || ?) = ? ORDER BY seq LIMIT 1",
+            (key, value),
+        )
+        return None if row is None else _job(row)
 
     def counts(self) -> dict[JobState, int]:
         """How many jobs are in each state."""
