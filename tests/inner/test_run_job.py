@@ -31,6 +31,11 @@ def test_job_learns_its_rubric_and_repeats_exactly(make_context: MakeContext) ->
     rewards = [step.reward_mean for step in first.steps]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
     assert max(abs(step.kl or 0.0) for step in first.steps) < 1e-3  # rollouts are on policy
+    sampled = [step.step for step in first.steps if step.samples]
+    assert sampled == [0, 11]
+    for sample in (*first.steps[0].samples, *first.steps[-1].samples):
+        assert "<|im_start|>assistant" in sample.text
+    assert first.steps[0].samples[0].text != first.steps[0].samples[1].text
     assert first.n == N
     assert first.uplift == pytest.approx(first.post - first.best_pre)
     assert first.uplift_ci[0] <= first.uplift <= first.uplift_ci[1]

@@ -8,10 +8,19 @@ from pydantic import Field
 
 from nestling.core.frozen import Frozen
 
-__all__ = ["Outcome", "OutcomeStatus", "StepRecord"]
+__all__ = ["Outcome", "OutcomeStatus", "SampleRollout", "StepRecord"]
 
 OutcomeStatus = Literal["succeeded", "failed", "timed_out", "lost"]
 """failed: the job itself died; timed_out: a stage deadline; lost: worker died too often."""
+
+
+class SampleRollout(Frozen):
+    """One training rollout of the small model, for people to read."""
+
+    text: str
+    """Prompt, turns and tool answers with their chat markup; cut where it is very long."""
+    reward: float
+    """What the job's own rubric gave it."""
 
 
 class StepRecord(Frozen):
@@ -31,6 +40,8 @@ class StepRecord(Frozen):
     """Groups with a non-zero advantage."""
     rollout_tokens: int
     cpu_s: float
+    samples: tuple[SampleRollout, ...] = ()
+    """Of the first step, played by the untrained weights, and of the last; else empty."""
 
 
 class Outcome(Frozen):

@@ -19,23 +19,27 @@ from nestling.core.errors import JailError, JobFailedError
 from nestling.core.seeds import derive_seed, stream
 from nestling.engine.checkpoint import Model, load_model, save_model
 from nestling.engine.learn import PolicyTrainer, TrainRow
-from nestling.families.public_package import public_files
 from nestling.inner.cpu_time import CpuMeter
 from nestling.inner.guarded_env import Deadline, GuardedEnv
+from nestling.inner.job_env import JobEnvOpener
 from nestling.inner.row_sampler import RowSampler
 from nestling.inner.train_settings import Grouping, learner_for, rate_at, sampling_for
 from nestling.inner.trainer import StepLog, TrainRequest, TrainResult
-from nestling.jobs.env_client import EnvStarter, JailedEnv, RowCheck, open_env
+from nestling.jobs.env_client import EnvStarter
 from nestling.jobs.jail import Jail, JailLimits
-from nestling.jobs.leaks import LeakIndex, leak_problems
-from nestling.jobs.outcome import StepRecord
-from nestling.jobs.rollout_env import RolloutEnv, Row
+from nestling.jobs.leaks import LeakIndex
+from nestling.jobs.outcome import SampleRollout, StepRecord
+from nestling.jobs.rollout_env import RolloutEnv
 from nestling.jobs.rollouts import EnvRollout, play_env
 
 __all__ = ["MAX_ROWS", "EmbeddedTrainer"]
 
 MAX_ROWS = 1024
 """Rows that difficulty_pool chooses from; in order, a job reads as many as it has groups."""
+
+_NUM_SAMPLES = 2
+"""Rollouts kept as text of the first and of the last step."""
+_MAX_SAMPLE_CHARS = 3_000
 
 
 class EmbeddedTrainer:
@@ -48,14 +52,19 @@ class EmbeddedTrainer:
         starter: EnvStarter | None = None,
         env_limits: JailLimits | None = None,
         leaks: Callable[[str], LeakIndex | None] | None = None,
+        spot_seed: int | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`leaks` gives a family's index: rows served in training alone are searched as well."""
-        self._jail = jail
-        self._starter = starter
-        self._env_limits = env_limits or JailLimits()
-        self._leaks = leaks
+        """See `JobEnvOpener` for `leaks` and `spot_seed`; without them nothing is searched or compared."""
         self._clock = clock or SystemClock()
+        self._open_env = JobEnvOpener(
+            jail=jail,
+            starter=starter,
+            limits=env_limits or JailLimits(),
+            leaks=leaks,
+            spot_seed=spot_seed,
+            clock=self._clock,
+        )
 
     def train(self, request: TrainRequest, log: StepLog) -> TrainResult:
         """See `Trainer.train`."""
@@ -84,29 +93,6 @@ class EmbeddedTrainer:
             delta_norm=float(difference.norm()),
             cpu_s=meter.elapsed_s(),
         )
-
-    def _open_env(self, request: TrainRequest) -> JailedEnv:
-        return open_env(
-            request.bundle.files,
-            public_files(request.family),
-            self._env_limits,
-            jail=self._jail,
-            starter=self._starter,
-            env_args=request.manifest.env,
-            check_rows=self._row_check(request.family),
-            clock=self._clock,
-        )
-
-    def _row_check(self, family: str) -> RowCheck | None:
-        index = None if self._leaks is None else self._leaks(family)
-        if index is None:
-            return None
-
-        def check(rows: Sequence[Row]) -> str | None:
-            problems = leak_problems(index, rows, {})
-            return problems[0].wrong if problems else None
-
-        return check
 
 
 _DIVERGED = "the weights or gradients are no longer finite; use a lower lr or max_norm"
@@ -173,6 +159,22 @@ class _Course:
             trained_groups=int(np.any(advantages != 0.0, axis=1).sum()),
             rollout_tokens=sum(sum(rollout.sampled) for group in rollouts for rollout in group),
             cpu_s=meter.elapsed_s(),
+            samples=self._samples(step, groups),
+        )
+
+    def _samples(
+        self, step: int, groups: Sequence[Sequence[EnvRollout]]
+    ) -> tuple[SampleRollout, ...]:
+        """The first rollout of the first groups, so that each is of another row."""
+        if step not in (0, self._table.max_steps - 1):
+            return ()
+        decode = self._model.tokenizer.decode
+        return tuple(
+            SampleRollout(
+                text=decode(group[0].rollout.ids)[:_MAX_SAMPLE_CHARS],
+                reward=group[0].score.reward,
+            )
+            for group in groups[:_NUM_SAMPLES]
         )
 
     def _play(self, step: int, rows: Sequence[int]) -> list[list[EnvRollout]]:
