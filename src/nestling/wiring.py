@@ -26,11 +26,14 @@ from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError
 from nestling.core.machine import commit, machine_line
 from nestling.core.rundir import ArtifactStore, RunDir, write_atomic
+from nestling.core.seeds import derive_seed
 from nestling.families import bases
 from nestling.families.registry import get
 from nestling.families.splits import HIDDEN, EvalSecret, commitment
-from nestling.fleet.budget import Budget, load_prices
+from nestling.fleet.budget import GRACE_S, Budget, load_prices
 from nestling.fleet.handlers import StageSeconds, job_handlers
+from nestling.fleet.plan import PlannedWork, RunPlan
+from nestling.fleet.predict import Predictor, expected_job
 from nestling.fleet.provider import Provider
 from nestling.fleet.runner import FleetRunner, RunnerSettings
 from nestling.fleet.start import running_fleet
@@ -70,6 +73,7 @@ __all__ = [
     "open_fleet",
     "open_learner",
     "open_room",
+    "plan_run",
     "play_run",
 ]
 
@@ -108,7 +112,12 @@ class Room:
         self._leaks: dict[str, LeakIndex | None] = {}
         price = load_prices()[config.fleet.machine]
         self.context = InnerContext(
-            trainer=EmbeddedTrainer(jail=jail, starter=self._zygote, leaks=self._leak_index),
+            trainer=EmbeddedTrainer(
+                jail=jail,
+                starter=self._zygote,
+                leaks=self._leak_index,
+                spot_seed=None if config.unsafe_no_jail else self._spot_seed(),
+            ),
             scorer=self._scorer,
             baselines=self.baselines_table,
             bases=folders,
@@ -148,6 +157,10 @@ class Room:
         self._scorer.close()
         if self._zygote is not None:
             self._zygote.close()
+
+    def _spot_seed(self) -> int:
+        """What spot checks look at: the same on every start, and unknown to a job."""
+        return derive_seed(EvalSecret.load_or_create(self._secret_path).key, "spot checks")
 
     def _leak_index(self, family: str) -> LeakIndex | None:
         """The family's index, kept on disk: building one takes seconds."""
@@ -248,8 +261,70 @@ async def open_fleet(
             settings=runner_settings,
             clock=clock,
             budget=budget,
+            predictor=Predictor(account.history, config.fleet.machine),
         ) as fleet:
             yield fleet
+
+
+def plan_run(config: RunConfig) -> RunPlan:
+    """What a run of this recipe may ask of its workers, and the ceiling of its cost.
+
+    Raises:
+        ConfigError: as `check_names`.
+    """
+    check_names(config)
+    outer, seconds = config.outer, _stage_seconds(config)
+    training = outer.steps * outer.groups_per_step * outer.group_size
+    every = outer.held_out.every_steps
+    swept: tuple[str, ...] = config.families.held_out if every else ()
+    if swept and config.references.training_families:
+        swept = (*config.families.training, *swept)
+    checkpoints = len({*range(every, outer.steps + 1, every), outer.steps}) if every else 0
+    arms = len(config.references.arms) + 1 + checkpoints
+    episodes = {
+        "training": training,
+        "sweeps": len(set(swept)) * outer.held_out.episodes * arms,
+    }
+    attempts = config.reward.weights.max_attempts
+    kinds = {"check": attempts, "run": 1}
+    work = [
+        PlannedWork(
+            what=what,
+            kind=kind,
+            most_jobs=number * each,
+            deadline_s=getattr(seconds, kind) + GRACE_S,
+        )
+        for what, number in episodes.items()
+        for kind, each in kinds.items()
+        if number
+    ]
+    families = {*config.families.training, *swept}
+    work.append(
+        PlannedWork(
+            what="baselines",
+            kind="baseline",
+            most_jobs=len(families),
+            deadline_s=seconds.baseline + GRACE_S,
+        )
+    )
+    machine = config.fleet.machine
+    with Account(_state() / _ACCOUNT_FILE) as account:
+        expected = expected_job(account.history, machine, sorted(families))
+    return RunPlan(
+        machine=machine,
+        usd_per_hour=load_prices()[machine].usd_per_hour,
+        num_workers=_num_workers(config),
+        work=work,
+        max_tries=RunnerSettings(identity={}).max_tries,
+        expected=expected,
+        caps_usd={name: usd for name, usd in config.budget.model_dump().items() if usd is not None},
+    )
+
+
+def _num_workers(config: RunConfig) -> int:
+    from nestling.fleet.providers.local import num_slots
+
+    return config.fleet.workers or num_slots()
 
 
 def _open_provider(config: RunConfig, run: RunDir, writer: GroupCommit) -> tuple[Provider, int]:

@@ -13,9 +13,11 @@ from nestling.core.errors import JobFailedError
 from nestling.core.rundir import ArtifactStore
 from nestling.fleet.budget import Budget, Caps, Price
 from nestling.fleet.handlers import StageSeconds, pack_bundle, unpack_bundle
+from nestling.fleet.predict import Predictor
 from nestling.fleet.runner import FleetRunner, RunnerSettings
 from nestling.jobs.bundle import Bundle
 from nestling.store import RunStore
+from nestling.store.account import Account
 from nestling.store.money import Reservation
 
 
@@ -35,7 +37,11 @@ def machine_room(fleet, tmp_path: Path):
 
     @asynccontextmanager
     async def opened(
-        *, make_budget: Callable[[RunStore], Budget] | None = None, seed: int = 0, **options
+        *,
+        make_budget: Callable[[RunStore], Budget] | None = None,
+        predictor: Predictor | None = None,
+        seed: int = 0,
+        **options,
     ):
         async with fleet(
             handlers="runner_handlers:make_handlers",
@@ -54,6 +60,7 @@ def machine_room(fleet, tmp_path: Path):
                     max_tries=2,
                 ),
                 budget=make_budget(room.store) if make_budget else None,
+                predictor=predictor,
             )
             yield runner, room
 
@@ -80,6 +87,26 @@ async def test_check_run_and_baselines(machine_room) -> None:
         assert [problem.code for problem in wrong.problems] == ["load.x"]
         kinds = [event.kind for event in room.store.events.since(0)]
         assert "job.progress" in kinds
+
+
+async def test_finished_jobs_teach_the_predictor_once(machine_room, tmp_path: Path) -> None:
+    with Account(tmp_path / "account.db") as account:
+        predictor = Predictor(account.history, "cpu-core")
+        async with machine_room(predictor=predictor) as (runner, room):
+            for word in "abca":
+                assert (await runner.check(bundle(word), "ledger")).ok
+                await runner.run(bundle(word), "ledger")
+            past = account.history.newest(machine="cpu-core")
+            assert [(one.family, one.base, one.bound_s) for one in past] == [
+                ("ledger", "nano", 3.0)
+            ] * 3
+            assert all(0 < one.seconds < 20 for one in past)
+            assert {one.turns for one in past} == {bundle().manifest().prime_rl.max_turns * 512.0}
+            assert (await runner.check(bundle("d"), "ledger")).ok
+            await runner.run(bundle("d"), "ledger")
+            last = room.store.jobs.all(kind="run")[-1]
+            ratios = sorted(one.seconds / one.bound_s for one in past)
+            assert last.predicted_s == pytest.approx(3.0 * ratios[1])
 
 
 async def test_same_work_is_done_once_also_after_a_restart(machine_room) -> None:

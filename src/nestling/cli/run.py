@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
 
 from nestling.config import RunConfig, load_recipe, recipe_toml
+
+if TYPE_CHECKING:
+    from nestling.store.money import Spending
 
 __all__ = ["command"]
 
@@ -50,7 +55,7 @@ def command(
         folder = out or Path("runs") / config.name
     console = Console(stderr=True)
     if dry_run:
-        _show_plan(config, folder)
+        _show_plan(config, folder, as_json=as_json)
         return 0
     return _run(config, folder, console, as_json=as_json)
 
@@ -75,24 +80,49 @@ def _run(config: RunConfig, folder: Path, console: Console, *, as_json: bool) ->
         console.print(f"interrupted; continue with: nestling run --resume {folder}")
         return 130
     page = write_report(folder)
+    spending = _spending(folder)
+    _show_spending(spending, console)
     console.print(f"done: {done.step} steps; report: {page}", highlight=False)
     if as_json:
-        click.echo(json.dumps({"steps": done.step, "folder": str(folder), "report": str(page)}))
+        shown = {"steps": done.step, "folder": str(folder), "report": str(page)}
+        click.echo(json.dumps(shown | {"spending": [asdict(row) for row in spending]}))
     return 0
 
 
-def _show_plan(config: RunConfig, folder: Path) -> None:
-    from nestling.fleet.budget import load_prices
+def _show_plan(config: RunConfig, folder: Path, *, as_json: bool) -> None:
+    from nestling.wiring import plan_run
 
-    outer, inner = config.outer, config.inner
-    episodes = outer.steps * outer.groups_per_step * outer.group_size
-    seconds = inner.train_wall_s + 3 * inner.score_wall_s
-    price = load_prices()[config.fleet.machine].usd_per_hour
+    plan = plan_run(config)
     click.echo(recipe_toml(config))
     click.echo(f"# folder: {folder}")
-    click.echo(f"# training episodes: {episodes}, each at most one job")
-    cap = config.budget.run_usd
-    click.echo(
-        f"# ceiling: {episodes} jobs x {seconds:.0f} s x {price:g} USD/h ="
-        f" {episodes * seconds / 3600 * price:.2f} USD; cap: {'none' if cap is None else cap}"
-    )
+    for line in plan.lines():
+        click.echo(f"# {line}")
+    if as_json:
+        click.echo(json.dumps({"folder": str(folder), "plan": plan.as_json()}))
+
+
+def _spending(folder: Path) -> list[Spending]:
+    from nestling.store import RunStore
+
+    with RunStore.open_reader(folder / "run.db") as store:
+        return store.money.spending()
+
+
+def _show_spending(rows: list[Spending], console: Console) -> None:
+    from nestling.fleet.accounting import added_up
+
+    for key in ("machine", "family"):
+        for row in added_up(rows, key):
+            name = getattr(row, key) or "no family"
+            console.print(
+                f"{key} {name}: {row.tries} jobs, {row.seconds / 60:.1f} worker minutes,"
+                f" {row.usd:.4f} USD",
+                highlight=False,
+            )
+    predicted_s = sum(row.predicted_s for row in rows)
+    if predicted_s:
+        took_s = sum(row.predicted_took_s for row in rows)
+        console.print(
+            f"predicted {predicted_s / 60:.1f} worker minutes, took {took_s / 60:.1f}",
+            highlight=False,
+        )

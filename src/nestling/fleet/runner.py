@@ -20,6 +20,7 @@ from nestling.core.rundir import ArtifactStore
 from nestling.fleet.budget import GRACE_S, Budget
 from nestling.fleet.finish import finish
 from nestling.fleet.handlers import StageSeconds, pack_bundle
+from nestling.fleet.predict import JobShape, Predictor
 from nestling.fleet.queue import CANCELLED, JobQueue
 from nestling.fleet.watch import JobWatch
 from nestling.jobs.bundle import Bundle
@@ -64,6 +65,7 @@ class FleetRunner:
         artifacts: ArtifactStore,
         settings: RunnerSettings,
         budget: Budget | None = None,
+        predictor: Predictor | None = None,
         episode_id: str | None = None,
         group_key: str = "",
     ) -> None:
@@ -73,6 +75,7 @@ class FleetRunner:
         self._artifacts = artifacts
         self._settings = settings
         self._budget = budget
+        self._predictor = predictor
         self._episode_id = episode_id
         self._group_key = group_key
 
@@ -85,6 +88,7 @@ class FleetRunner:
             artifacts=self._artifacts,
             settings=self._settings,
             budget=self._budget,
+            predictor=self._predictor,
             episode_id=episode_id,
             group_key=group_key,
         )
@@ -106,10 +110,14 @@ class FleetRunner:
 
     async def run(self, bundle: Bundle, family: str) -> Outcome:
         """Train and score a job that passed the probe; failure is an outcome, not an exception."""
-        record = await self._do("run", bundle, family, await self._predicted_s(bundle, family))
+        shape = await self._shape(bundle, family)
+        record = await self._do("run", bundle, family, await self._predicted_s(shape))
         if record.state == "failed":
             return _failed_outcome(record, bundle, family)
-        return Outcome.model_validate(record.result)
+        outcome = Outcome.model_validate(record.result)
+        if shape is not None and outcome.status == "succeeded":
+            await self._remember(record, shape)
+        return outcome
 
     async def baselines(self, family: str) -> dict[str, float]:
         """Untrained score of every base model on hidden set A."""
@@ -121,14 +129,41 @@ class FleetRunner:
             )
         return {str(name): float(score) for name, score in dict(record.result or {}).items()}
 
-    async def _predicted_s(self, bundle: Bundle, family: str) -> float:
-        """Seconds that the probe of this very job predicted; 0 when it was not probed."""
+    async def _shape(self, bundle: Bundle, family: str) -> JobShape | None:
+        """What is known of a job before it runs; None for one that cannot be read."""
+        try:
+            manifest = bundle.manifest()
+        except JobRejectedError:
+            return None
         key = _reuse_key("check", _payload(bundle, family), self._settings.identity)
         probed = await self._writer.run(lambda: self._queue.store.jobs.by_reuse_key(key))
-        if probed is None or probed.state != "done":
+        bound_s = None
+        if probed is not None and probed.state == "done":
+            bound_s = ProbeReport.model_validate(probed.result).predicted_cpu_s
+        work = manifest.prime_rl
+        return JobShape(
+            family=family,
+            base=manifest.base_model,
+            turns=float(work.max_steps * work.batch_size * work.max_turns),
+            bound_s=bound_s,
+        )
+
+    async def _predicted_s(self, shape: JobShape | None) -> float:
+        """Expected seconds; 0 when nothing is known."""
+        if shape is None:
             return 0.0
-        predicted = ProbeReport.model_validate(probed.result).predicted
-        return 0.0 if predicted is None else max(0.0, predicted.cpu_s)
+        if self._predictor is None:
+            return max(0.0, shape.bound_s or 0.0)
+        predictor = self._predictor
+        return (await self._writer.run(lambda: predictor.predict(shape))).seconds
+
+    async def _remember(self, record: JobRecord, shape: JobShape) -> None:
+        """Tell the predictor how long a job really took; its last try, as the others died."""
+        predictor = self._predictor
+        if predictor is None or record.started_at is None or record.finished_at is None:
+            return
+        run, seconds = str(self._queue.store.path.resolve()), record.finished_at - record.started_at
+        await self._writer.run(lambda: predictor.remember(run, record.id, shape, seconds))
 
     async def _do(
         self, kind: Kind, bundle: Bundle | None, family: str, predicted_s: float = 0.0

@@ -12,6 +12,7 @@ from nestling.core.rundir import ArtifactStore
 from nestling.fleet.budget import Budget
 from nestling.fleet.finish import finish
 from nestling.fleet.pool import Pool, PoolLimits
+from nestling.fleet.predict import Predictor
 from nestling.fleet.process_tree import boot_id, start_ticks
 from nestling.fleet.provider import Provider
 from nestling.fleet.queue import JobQueue
@@ -38,6 +39,7 @@ async def running_fleet(
     settings: RunnerSettings,
     clock: Clock,
     budget: Budget | None = None,
+    predictor: Predictor | None = None,
     lease_s: float = 60.0,
     limits: PoolLimits | None = None,
 ) -> AsyncIterator[FleetRunner]:
@@ -70,6 +72,7 @@ async def running_fleet(
             artifacts=artifacts,
             settings=settings,
             budget=budget,
+            predictor=predictor,
         )
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(pool.run())

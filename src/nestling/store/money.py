@@ -14,7 +14,7 @@ from nestling.core.clock import Clock
 from nestling.store.connection import Connection
 from nestling.store.events import EventLog
 
-__all__ = ["MoneyRecord", "MoneyTable", "MoneyTotal", "Refusal", "Reservation"]
+__all__ = ["MoneyRecord", "MoneyTable", "MoneyTotal", "Refusal", "Reservation", "Spending"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,24 @@ class MoneyRecord:
     seconds: float
     reserved_at: float
     settled_at: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spending:
+    """What was settled for one kind of job of one family on one machine type."""
+
+    machine: str
+    family: str
+    """Empty: work of no family."""
+    kind: str
+    """check, run or baseline; empty: of no job."""
+    tries: int
+    seconds: float
+    """Of workers; those that died without a word count 0 here and in full in `usd`."""
+    usd: float
+    predicted_s: float
+    """Of those tries whose job had a prediction, and what they took."""
+    predicted_took_s: float
 
 
 class MoneyTable:
@@ -182,6 +200,18 @@ class MoneyTable:
             f"GROUP BY {column}"
         )
         return {str(row[0]): (int(row[1]), float(row[2])) for row in rows}
+
+    def spending(self) -> list[Spending]:
+        """Everything settled, in the order of machine, family and kind."""
+        rows = self._connection.all(
+            "SELECT money.machine AS machine, ifnull(money.family, '') AS family, "
+            "ifnull(jobs.kind, '') AS kind, count(*) AS tries, sum(money.seconds) AS seconds, "
+            "sum(money.spent_microusd) / 1e6 AS usd, ifnull(sum(jobs.predicted_s), 0.0) AS "
+            "predicted_s, total(CASE WHEN jobs.predicted_s > 0 THEN money.seconds END) AS "
+            "predicted_took_s FROM money LEFT JOIN jobs ON jobs.id = money.job_id "
+            "WHERE money.state = 'settled' GROUP BY 1, 2, 3 ORDER BY 1, 2, 3"
+        )
+        return [Spending(**dict(row)) for row in rows]
 
     def _first_refusal(
         self, reservation: Reservation, caps_microusd: Mapping[str, int]
