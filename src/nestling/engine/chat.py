@@ -1,4 +1,4 @@
-"""The one chat and tool dialect: Qwen turns, Hermes tool calls.
+"""The one tool dialect, Hermes calls, in the turns of the model's own chat layout.
 
 A conversation is built from trusted glue and untrusted content, encoded apart, so that content can
 never open or close a turn. History is appended as ids, never rendered again.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from nestling.engine.tokenizer import TURN_END, TURN_START, Tokenizer
+from nestling.engine.tokenizer import Tokenizer
 
 __all__ = [
     "FinalAnswer",
@@ -35,9 +35,8 @@ MAX_NAME_CHARS: Final = 128
 
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
-_TO_ASSISTANT: Final = f"{TURN_END}\n{TURN_START}assistant\n"
-_TO_RESULT: Final = f"\n{TURN_START}user\n<tool_response>\n"
-_FROM_RESULT: Final = f"\n</tool_response>{_TO_ASSISTANT}"
+_RESULT_OPEN: Final = "<tool_response>\n"
+_RESULT_CLOSE: Final = "\n</tool_response>"
 _BLANKS: Final = " \t\r\n"
 
 
@@ -84,7 +83,8 @@ def prompt_ids(
     """Ids of a conversation up to and including the header of the next assistant turn.
 
     `tool_schemas` (OpenAI function form) go into the system turn as Qwen and Hermes models expect;
-    tiny models are given none. Ids of a history equal those a rollout builds by appending.
+    tiny models are given none. Where the layout has no system turn, all of this opens the first turn of
+    the user. Ids of a history equal those a rollout builds by appending.
 
     Raises:
         ValueError: no messages, or a system message that is not the first.
@@ -93,33 +93,39 @@ def prompt_ids(
         raise ValueError("a prompt needs at least one message")
     if any(message.role == "system" for message in messages[1:]):
         raise ValueError("a system message must be the first message")
-    ids: list[int] = []
-    glue = ""
+    layout = tokenizer.layout
     rest = list(messages)
-    if rest[0].role == "system" or tool_schemas:
-        content = rest.pop(0).content if rest[0].role == "system" else ""
-        ids += tokenizer.encode_markup(f"{TURN_START}system\n")
-        ids += tokenizer.encode(content + _tools_section(content, tool_schemas))
-        glue = f"{TURN_END}\n"
+    system = rest.pop(0).content if rest[0].role == "system" else ""
+    system += _tools_section(system, tool_schemas)
+    ids: list[int] = []
+    glue = layout.opening
+    if not layout.has_system:
+        rest = _joined(system, rest)
+    elif system or messages[0].role == "system":
+        ids += tokenizer.encode_markup(glue + layout.header("system"))
+        ids += tokenizer.encode(system)
+        glue = f"{layout.turn_end}\n"
     for message in rest:
         is_tool = message.role == "tool"
-        header = "user\n<tool_response>\n" if is_tool else f"{message.role}\n"
-        ids += tokenizer.encode_markup(f"{glue}{TURN_START}{header}")
+        header = layout.header("user" if is_tool else message.role)
+        ids += tokenizer.encode_markup(glue + header + (_RESULT_OPEN if is_tool else ""))
         ids += tokenizer.encode(message.content)
         if message.role == "assistant":
             ids.append(tokenizer.turn_end_id)  # sampled alone, so it never joins the glue after it
             glue = "\n"
         else:
-            glue = ("\n</tool_response>" if is_tool else "") + f"{TURN_END}\n"
-    return ids + tokenizer.encode_markup(f"{glue}{TURN_START}assistant\n")
+            glue = (_RESULT_CLOSE if is_tool else "") + f"{layout.turn_end}\n"
+    return ids + tokenizer.encode_markup(glue + layout.header("assistant"))
 
 
 def tool_result_ids(tokenizer: Tokenizer, content: str) -> list[int]:
-    """What follows a sampled `<|im_end|>`: the tool's answer and the next assistant header."""
+    """What follows a sampled end of turn: the tool's answer and the next assistant header."""
+    layout = tokenizer.layout
+    after = f"{_RESULT_CLOSE}{layout.turn_end}\n{layout.header('assistant')}"
     return [
-        *tokenizer.encode_markup(_TO_RESULT),
+        *tokenizer.encode_markup(f"\n{layout.header('user')}{_RESULT_OPEN}"),
         *tokenizer.encode(content),
-        *tokenizer.encode_markup(_FROM_RESULT),
+        *tokenizer.encode_markup(after),
     ]
 
 
@@ -133,7 +139,7 @@ def parse_turn(text: str) -> ParsedTurn:
     """What a turn asks for. Total: any text gives one of the three results.
 
     A call is optional text, `<tool_call>`, one JSON object with exactly `name` (string) and
-    `arguments` (object), `</tool_call>`, and then only blanks. `text` is without `<|im_end|>`.
+    `arguments` (object), `</tool_call>`, and then only blanks. `text` is without its end token.
     """
     before, marker, after = text.partition(_OPEN)
     if not marker:
@@ -153,6 +159,15 @@ def parse_turn(text: str) -> ParsedTurn:
     if problem:
         return MalformedCall(reason=problem)
     return ToolCall(name=call["name"], arguments=call["arguments"], text_before=before)
+
+
+def _joined(system: str, rest: list[Message]) -> list[Message]:
+    """The conversation with what the system says at the head of the user's first turn."""
+    if not system:
+        return rest
+    if rest and rest[0].role == "user":
+        return [Message(role="user", content=f"{system}\n\n{rest[0].content}"), *rest[1:]]
+    return [Message(role="user", content=system), *rest]
 
 
 def _tools_section(system: str, tool_schemas: Sequence[dict[str, Any]] | None) -> str:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nestling.core.errors import NestlingError
 from nestling.engine.chat import Message, ToolCall, parse_turn, prompt_ids, render_call
-from nestling.engine.tokenizer import TURN_START, Tokenizer
+from nestling.engine.tokenizer import Tokenizer
 
 __all__ = ["ApiError", "ChatRequest", "History", "Reply", "parse_request", "reply_message"]
 
@@ -225,7 +225,8 @@ class History:
 
     def _after(self, turns: Sequence[Message]) -> list[int]:
         """What follows an assistant turn up to the next one's header."""
-        header = len(self._tokenizer.encode_markup(f"{TURN_START}assistant\n"))
+        layout = self._tokenizer.layout
+        header = len(self._tokenizer.encode_markup(layout.opening + layout.header("assistant")))
         blank = Message(role="assistant", content="")
         return prompt_ids(self._tokenizer, [blank, *turns])[header + 1 :]
 

@@ -19,12 +19,13 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from nestling.core.errors import ModelError
+from nestling.engine.chat_layout import CHATML, LAYOUTS, ChatLayout
 
 __all__ = ["CHAT_TEMPLATE", "GLUE", "PAD", "TURN_END", "TURN_START", "Tokenizer"]
 
-TURN_START: Final = "<|im_start|>"
-TURN_END: Final = "<|im_end|>"
-PAD: Final = "<|endoftext|>"
+TURN_START: Final = CHATML.turn_start
+TURN_END: Final = CHATML.turn_end
+PAD: Final = CHATML.pad
 
 GLUE: Final[tuple[str, ...]] = (
     f"{TURN_START}system\n",
@@ -37,18 +38,7 @@ GLUE: Final[tuple[str, ...]] = (
 )
 """Markup between two pieces of content; one special token each in a closed tokenizer."""
 
-CHAT_TEMPLATE: Final = (
-    "{%- for message in messages %}"
-    "{%- if message.role == 'tool' %}"
-    "{{- '<|im_start|>user\\n<tool_response>\\n' + message.content"
-    " + '\\n</tool_response><|im_end|>\\n' }}"
-    "{%- else %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
-    "{%- endif %}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
-"""The dialect of `engine.chat` as a Jinja template, for other software that loads the folder."""
+CHAT_TEMPLATE: Final = CHATML.template
 
 _MAX_CACHED_CHARS: Final = 256
 
@@ -56,8 +46,10 @@ _MAX_CACHED_CHARS: Final = 256
 class Tokenizer:
     """Ids of one vocabulary; stateless apart from a cache, safe to share between threads."""
 
+    layout: ChatLayout
+    """How conversations are marked up in this vocabulary."""
     turn_end_id: int
-    """Id of `<|im_end|>`, the token that ends a sampled turn."""
+    """Id of the token that ends a sampled turn, such as `<|im_end|>`."""
     pad_id: int
     """Id that fills unused places; never sampled on purpose."""
     vocab_size: int
@@ -67,18 +59,18 @@ class Tokenizer:
         """From the text of a `tokenizer.json`.
 
         Raises:
-            ModelError: the text is not a tokenizer, or it lacks `<|im_start|>` or `<|im_end|>`.
+            ModelError: the text is not a tokenizer, or it has no known turn markers.
         """
         self._content = _parse(tokenizer_json)
         self._content.encode_special_tokens = True
         self._markup = _parse(tokenizer_json)
         self._markup.encode_special_tokens = False
-        self.turn_end_id = self._special_id(TURN_END)
-        self._special_id(TURN_START)
-        pad = next(
-            (token for token in (pad_token, PAD) if token and self._id(token) is not None), TURN_END
+        self.layout = self._find_layout()
+        self.turn_end_id = self._known_id(self.layout.turn_end)
+        pads = (pad_token, self.layout.pad, self.layout.turn_end)
+        self.pad_id = self._known_id(
+            next(token for token in pads if token and self._id(token) is not None)
         )
-        self.pad_id = self._special_id(pad)
         vocab: dict[str, int] = self._markup.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         self.special_ids: frozenset[int] = frozenset(
@@ -87,6 +79,9 @@ class Tokenizer:
             if token.special
         )
         """Ids that `encode` never yields."""
+        glue = [self._id(piece) for piece in GLUE]
+        self.is_closed = all(piece in self.special_ids for piece in glue)
+        """Whether this is a vocabulary of ours, in which whole pieces of markup are tokens."""
         self._cached = lru_cache(maxsize=65536)(self._encode_content)
         self._cached_markup = lru_cache(maxsize=256)(self._encode_markup)
 
@@ -147,11 +142,12 @@ class Tokenizer:
         (target / "tokenizer.json").write_text(self._markup.to_str(pretty=True), encoding="utf-8")
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": TURN_END,
+            "eos_token": self.layout.turn_end,
+            **({"bos_token": self.layout.opening} if self.layout.opening else {}),
             "pad_token": self._markup.id_to_token(self.pad_id),
             "clean_up_tokenization_spaces": False,
             "add_prefix_space": False,
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": self.layout.template,
         }
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (target / "tokenizer_config.json").write_text(text, encoding="utf-8")
@@ -184,14 +180,21 @@ class Tokenizer:
         token_id: int | None = self._markup.token_to_id(token)
         return token_id
 
-    def _special_id(self, token: str) -> int:
+    def _known_id(self, token: str) -> int:
         token_id = self._id(token)
-        if token_id is None:
-            raise ModelError(
-                f"the tokenizer has no token {token!r}; expected a chat tokenizer with "
-                f"{TURN_START} and {TURN_END} (Qwen, SmolLM2 or one of ours); choose such a model"
-            )
+        assert token_id is not None
         return token_id
+
+    def _find_layout(self) -> ChatLayout:
+        for layout in LAYOUTS:
+            markers = (layout.turn_start, layout.turn_end, layout.opening or layout.turn_end)
+            if all(self._id(token) is not None for token in markers):
+                return layout
+        known = ", ".join(f"{one.turn_start} with {one.turn_end}" for one in LAYOUTS)
+        raise ModelError(
+            f"the tokenizer has no token {TURN_START!r} or {TURN_END!r}; expected a chat tokenizer "
+            f"with {known} (Qwen, SmolLM2, Gemma or one of ours); choose such a model"
+        )
 
 
 def _parse(tokenizer_json: str) -> tokenizers.Tokenizer:
