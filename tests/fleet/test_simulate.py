@@ -16,7 +16,8 @@ from nestling.cli.fleet import command
 from nestling.core.errors import ConfigError
 from nestling.fleet.simulate import Simulation, simulate
 from nestling.fleet.simulate_loop import VirtualClock, VirtualTimeLoop
-from nestling.fleet.simulate_schedule import list_schedule_s, lower_bound_s
+from nestling.fleet.simulate_schedule import best_found_s, list_schedule_s, lower_bound_s
+from nestling.fleet.simulate_seeds import simulate_seeds
 from nestling.fleet.simulate_workers import Hazards
 from nestling.store import RunStore
 
@@ -33,15 +34,22 @@ def best_possible_s(lengths: list[float], workers: int) -> float:
 
 
 def test_bound_is_below_every_schedule_and_often_reached() -> None:
-    rng, reached = random.Random(0), 0
+    rng, reached, improved, exact = random.Random(0), 0, 0, 0
     for _ in range(60):
         workers = rng.randint(1, 3)
         lengths = [rng.lognormvariate(3, 0.6) for _ in range(rng.randint(1, 7))]
         bound, best = lower_bound_s(lengths, workers), best_possible_s(lengths, workers)
         assert bound <= best * (1 + 1e-12)
-        assert best <= list_schedule_s(sorted(lengths, reverse=True), workers) * (1 + 1e-12)
+        longest_first = list_schedule_s(sorted(lengths, reverse=True), workers)
+        found = best_found_s(lengths, workers)
+        assert best <= found * (1 + 1e-12)
+        assert found <= longest_first * (1 + 1e-12)
         reached += bound > best * 0.999
+        improved += found < longest_first * 0.999
+        exact += found < best * 1.001
     assert reached > 20
+    assert improved > 0
+    assert exact > 50
 
 
 def test_an_hour_of_waiting_takes_no_time_and_keeps_its_order() -> None:
@@ -130,6 +138,20 @@ def test_command_prints_one_json_object() -> None:
         "peak_rss_mib",
     } <= set(fields)
     assert (fields["lost"], fields["duplicated"]) == (0, 0)
+
+
+def test_seeds_bracket_the_best_possible_schedule() -> None:
+    report = simulate_seeds(Simulation(num_jobs=20, num_workers=8), 4)
+    assert report.of_bound.mean <= report.of_best_found.mean <= 1.0
+    assert report.of_bound.worst <= report.of_bound.tenth_percentile
+    single = simulate(Simulation(num_jobs=20, num_workers=8, seed=2, hazards=Hazards(seed=2)))
+    assert report.of_bound.worst <= single.efficiency + 1e-4
+    done = CliRunner().invoke(
+        command,
+        ["simulate", "--jobs", "8", "--workers", "4", "--seeds", "2", "--json"],
+        standalone_mode=False,
+    )
+    assert json.loads(done.stdout.splitlines()[-1])["seeds"] == 2
 
 
 def test_numbers_out_of_range_are_refused() -> None:

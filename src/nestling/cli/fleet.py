@@ -11,6 +11,7 @@ from nestling.cli.options import Commands, json_option, print_json, print_table,
 
 if TYPE_CHECKING:
     from nestling.fleet.simulate import SimulationReport
+    from nestling.fleet.simulate_seeds import SeedsReport
 
 __all__ = ["command"]
 
@@ -43,6 +44,8 @@ def command() -> None:
 @click.option("--groups", type=click.IntRange(1), default=1, show_default=True,
               help="Groups that share the workers.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seeds", type=click.IntRange(1), default=1, show_default=True,
+              help="This many seeds, and their spread.")  # fmt: skip
 @click.option("--writer-thread", is_flag=True, help="Commit in a thread, as a run does; slower.")
 @click.option(
     "--folder", type=click.Path(path_type=Path, file_okay=False, exists=True),
@@ -63,6 +66,7 @@ def simulate(
     no_predictions: bool,
     groups: int,
     seed: int,
+    seeds: int,
     writer_thread: bool,
     folder: Path | None,
     as_json: bool,
@@ -72,24 +76,27 @@ def simulate(
     Exits 1 when a job was lost or counted twice.
     """
     from nestling.fleet.simulate import Simulation, simulate
+    from nestling.fleet.simulate_seeds import simulate_seeds
     from nestling.fleet.simulate_workers import Hazards
 
-    report = simulate(
-        Simulation(
-            num_jobs=jobs,
-            num_workers=workers,
-            mean_s=mean_s,
-            sigma=sigma,
-            prediction_sigma=None if no_predictions else prediction_sigma,
-            num_groups=groups,
-            hazards=Hazards(
-                deaths_per_minute=deaths_per_minute, straggler_share=stragglers, seed=seed
-            ),
-            seed=seed,
-            writer_thread=writer_thread,
-        ),
-        folder,
+    simulation = Simulation(
+        num_jobs=jobs,
+        num_workers=workers,
+        mean_s=mean_s,
+        sigma=sigma,
+        prediction_sigma=None if no_predictions else prediction_sigma,
+        num_groups=groups,
+        hazards=Hazards(deaths_per_minute=deaths_per_minute, straggler_share=stragglers, seed=seed),
+        seed=seed,
+        writer_thread=writer_thread,
     )
+    report: SimulationReport | SeedsReport
+    if seeds > 1:
+        if folder is not None:
+            raise click.UsageError("--folder keeps one run store; expected it without --seeds")
+        report = simulate_seeds(simulation, seeds)
+    else:
+        report = simulate(simulation, folder)
     if as_json:
         print_json(report.as_json())
     else:
@@ -99,14 +106,13 @@ def simulate(
         context.exit(1)
 
 
-def _show(report: SimulationReport) -> None:
+def _show(report: SimulationReport | SeedsReport) -> None:
+    figures = report.as_json()
     print_table(
         ("figure", "value"),
         [
-            (name, f"{value}")
-            for name, value in report.as_json().items()
-            if not isinstance(value, dict)
+            (name if within is None else f"{name}.{within}", f"{value}")
+            for name, outer in figures.items()
+            for within, value in (outer.items() if isinstance(outer, dict) else [(None, outer)])
         ],
     )
-    for share, mib in report.rss_mib_at_done_share.items():
-        click.echo(f"memory with {float(share):.0%} of the jobs over: {mib} MiB")

@@ -28,7 +28,7 @@ from nestling.fleet.budget import Budget, Caps, load_prices
 from nestling.fleet.pool import Pool, PoolLimits
 from nestling.fleet.queue import JobQueue
 from nestling.fleet.simulate_loop import VirtualClock, VirtualTimeLoop
-from nestling.fleet.simulate_schedule import list_schedule_s, lower_bound_s
+from nestling.fleet.simulate_schedule import best_found_s, list_schedule_s, lower_bound_s
 from nestling.fleet.simulate_workers import Hazards, SimulatedProvider
 from nestling.store import GroupCommit, RunStore
 from nestling.store.events import Event
@@ -40,6 +40,7 @@ T = TypeVar("T")
 
 _ENQUEUE_AT_ONCE = 500
 _CHANGES_AT_ONCE = 512
+_MOST_SEARCHED = 200
 _PROGRESS_SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -77,6 +78,9 @@ class SimulationReport:
     """From the first job queued to the last one over."""
     lower_bound_s: float
     """No schedule of the finished tries ends sooner, even if nothing dies."""
+    best_found_s: float | None
+    """The best schedule found for the same jobs, lengths known, nothing dies; the best possible one
+    is not shorter than `lower_bound_s` nor longer than this. None for too many jobs to search."""
     longest_first_s: float
     """The same jobs, longest first, lengths known exactly, nothing dies."""
     lost: int
@@ -267,6 +271,11 @@ class _Run:
             efficiency=round(bound_s / makespan_s, 4),
             makespan_s=round(makespan_s, 3),
             lower_bound_s=round(bound_s, 3),
+            best_found_s=(
+                round(best_found_s(finished_s, simulation.num_workers), 3)
+                if len(finished_s) <= _MOST_SEARCHED
+                else None
+            ),
             longest_first_s=round(
                 list_schedule_s(sorted(finished_s, reverse=True), simulation.num_workers), 3
             ),
