@@ -78,6 +78,14 @@ def members(namespace: int) -> set[int]:
     return found
 
 
+def emptied(namespace: int) -> bool:
+    """Whether the kernel, which ends killed processes in its own time, has ended them all."""
+    deadline = time.monotonic() + 30
+    while members(namespace) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not members(namespace)
+
+
 @pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_job_works_end_to_end(start, make_job, cold):
     env = start(make_job(), cold=cold, num_tasks=30)
@@ -267,7 +275,7 @@ def test_a_fork_or_thread_bomb_stays_small_and_dies(start_with, bomb):
         assert e.reason.startswith("env.")  # noqa: PT017 (either way is right)
     assert len(members(namespace)) <= 10
     env.close()
-    assert members(namespace) == set()
+    assert emptied(namespace)
 
 
 def test_a_grandchild_in_its_own_session_dies_with_the_jail(start_with):
@@ -281,7 +289,7 @@ subprocess.Popen(['/usr/bin/setsid', '/bin/sleep', '7654321'], start_new_session
     play(env)
     assert len(members(namespace)) >= 4
     env.close()
-    assert members(namespace) == set()
+    assert emptied(namespace)
 
 
 def test_disk_and_memory_are_bounded(start_with):
@@ -468,12 +476,10 @@ time.sleep(600)
         namespace = Path(f"/proc/{init_pid}/ns/pid").stat().st_ino
         assert len(members(namespace)) == 3
         trainer.kill()
-    deadline = time.monotonic() + 10
-    while (members(namespace) or psutil.pid_exists(int(zygote_pid))) and (
-        time.monotonic() < deadline
-    ):
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(int(zygote_pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not members(namespace)
+    assert emptied(namespace)
     assert not psutil.pid_exists(int(zygote_pid))
     shutil.rmtree(folder)
 
