@@ -79,6 +79,11 @@ class LoraWeights:
         """J."""
         return self.flat.shape[0]
 
+    @staticmethod
+    def size(config: ModelConfig, lora: LoraConfig) -> int:
+        """P: scalars of one job's adapters."""
+        return _pairs(config, lora)[1]
+
     @classmethod
     def init(
         cls,
