@@ -316,7 +316,8 @@ def _fleet(run: RunDir, store: RunStore) -> None:
         )
         store.money.reserve(money, {})
         store.money.settle(job_id, 1_000, 30.0)
-    store.jobs.insert(NewJob(id="run-waiting", kind="run", payload={}, family="ledger"))
+    if not store.jobs.exists("run-waiting"):
+        store.jobs.insert(NewJob(id="run-waiting", kind="run", payload={}, family="ledger"))
 
 
 @pytest.fixture(scope="session")

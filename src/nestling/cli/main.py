@@ -27,6 +27,7 @@ _COMMANDS = {
     "serve": ("serve", "Serve a model through an OpenAI-compatible API."),
     "export": ("export", "Write a run's trained agent as a model folder with a card."),
     "fleet": ("fleet", "Simulate a fleet of workers."),
+    "dash": ("dash", "Show runs live in a browser."),
     "report": ("report", "Write the static HTML report of a run."),
     "bench": ("bench", "Measure this machine."),
     "redteam": ("redteam", "Attack the machine room; exits 1 when an attack succeeds."),

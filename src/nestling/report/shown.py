@@ -57,6 +57,8 @@ def usd(value: float | None) -> str:
     """Dollars, with more digits below ten cents."""
     if value is None:
         return NOTHING
+    if 0 < value < 0.00005:
+        return "<$0.0001"
     return f"${value:.2f}" if value >= 0.1 or value == 0 else f"${value:.4f}"
 
 
