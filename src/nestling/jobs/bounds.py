@@ -3,7 +3,9 @@
 This one table drives the manifest parser, the agent's prompt, the documentation, the editor
 schema and the rl.toml writer, so that none of them can disagree. Names, meanings and defaults
 follow prime-rl 0.8.0 (commit 559b447) unless the meaning says otherwise; the bounds are ours.
-Two scales share the mechanism: `small` (our own trainer, small models) and `large` (prime-rl).
+Three scales share the mechanism: `small` (our own trainer, the shipped models), `open` (our own trainer,
+open models of the hub's layouts) and `large` (prime-rl). Only `open` has an `[sft]` table: a warm-up on
+worked examples before the training itself.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ __all__ = [
     "KEYS",
     "LARGE",
     "MAX_ROLLOUTS",
+    "OPEN",
     "SMALL",
     "Bounds",
     "Key",
@@ -28,7 +31,7 @@ __all__ = [
 ]
 
 Kind = Literal["int", "float", "bool", "choice"]
-Scale = Literal["small", "large"]
+Scale = Literal["small", "open", "large"]
 Value = int | float | bool | str
 
 MAX_ROLLOUTS = 1024
@@ -78,10 +81,16 @@ class Bounds:
     base_models: tuple[str, ...]
     max_rollouts: int
     """Cap on `max_steps * batch_size`."""
+    sft: tuple[Key, ...] = ()
+    """Keys of the `[sft]` table; none where there is no such table."""
 
     def get(self, name: str) -> Key | None:
         """The key of that name, or None."""
         return next((key for key in self.keys if key.name == name), None)
+
+    def table(self, name: str) -> tuple[Key, ...]:
+        """Keys of a table of job.toml, `prime_rl` or `sft`."""
+        return self.sft if name == "sft" else self.keys
 
     def names(self) -> tuple[str, ...]:
         """All key names in table order."""
@@ -434,34 +443,77 @@ LARGE = Bounds(
 )
 """For models trained by prime-rl."""
 
+_OPEN_CHANGES: dict[str, dict[str, Any]] = {
+    "lr": {"low": 1e-6, "high": 1e-3},
+    "min_lr": {"high": 1e-3},
+    "max_steps": {"high": 32},
+    "max_tokens": {"default": 96, "high": 256},
+    "seq_len": {"default": 1024, "low": 256, "high": 2048},
+    "lora_rank": {"default": 16},
+}
+
+_SFT_KEYS: tuple[Key, ...] = (
+    _int(
+        "steps", 16, 1, 64, "sft.steps", "Supervised steps before the training itself.", main=True
+    ),
+    _int("rows", 16, 1, 64, "sft.rows", "Worked examples per step.", main=True),
+    _float(
+        "lr",
+        2e-4,
+        (1e-6, 1e-3),
+        "sft.lr",
+        "Peak learning rate; falls to 0 over the steps.",
+        main=True,
+    ),
+    _choice(
+        "source",
+        ("dev", "rows"),
+        "sft.source",
+        "dev: the family's public dev examples, worked by its own solver; rows: rows of the job's data set"
+        " whose data has `turns`, the model's turns as text, played against the job's own tools.",
+        main=True,
+    ),
+)
+
+OPEN = Bounds(
+    scale="open",
+    keys=tuple(replace(key, **_OPEN_CHANGES.get(key.name, {})) for key in _SMALL_KEYS),
+    base_models=("smollm2-135m", "gemma3-270m"),
+    max_rollouts=2560,
+    sft=_SFT_KEYS,
+)
+"""For open models trained by this package; a recipe puts its own base models in."""
+
 KEYS: tuple[Key, ...] = SMALL.keys
 """The table of the default scale."""
 
 
 def bounds_for(scale: Scale) -> Bounds:
     """The table of a scale."""
-    return {"small": SMALL, "large": LARGE}[scale]
+    return {"small": SMALL, "open": OPEN, "large": LARGE}[scale]
 
 
 def bounds_line(bounds: Bounds = SMALL) -> str:
     """The main keys and the cross rules in one line, for an agent's prompt."""
     keys = ", ".join(f"{key.name} {key.limits()}" for key in bounds.keys if key.main)
+    sft = ", ".join(f"{key.name} {key.limits()}" for key in bounds.sft if key.main)
+    warm_up = f"optional [sft] {sft}; " if sft else ""
     return (
-        f"job.toml: base_model {'|'.join(bounds.base_models)}; [prime_rl] {keys}; "
+        f"job.toml: base_model {'|'.join(bounds.base_models)}; [prime_rl] {keys}; {warm_up}"
         f"max_steps*batch_size <= {bounds.max_rollouts}; group_size divides batch_size."
     )
 
 
 def bounds_table_markdown(bounds: Bounds = SMALL) -> str:
     """All keys as a Markdown table, followed by the rules that join several keys."""
-    lines = ["| key | allowed | default | meaning |", "| --- | --- | --- | --- |"]
-    for key in bounds.keys:
-        meaning = key.meaning
-        if key.only_with is not None:
-            selector, values = key.only_with
-            meaning += f" Only with {selector} {' or '.join(values)}."
-        allowed = key.limits().replace("|", ", ")
-        lines.append(f"| `{key.name}` | {allowed} | {_shown(key.default)} | {meaning} |")
+    lines = _table_lines(bounds.keys)
+    if bounds.sft:
+        lines += [
+            "",
+            "`[sft]`, an optional warm-up; with the table, every key has its default:",
+            "",
+        ]
+        lines += _table_lines(bounds.sft)
     lines += [
         "",
         f"- `base_model` is one of {', '.join(bounds.base_models)}.",
@@ -474,9 +526,28 @@ def bounds_table_markdown(bounds: Bounds = SMALL) -> str:
     return "\n".join(lines)
 
 
+def _table_lines(keys: tuple[Key, ...]) -> list[str]:
+    lines = ["| key | allowed | default | meaning |", "| --- | --- | --- | --- |"]
+    for key in keys:
+        meaning = key.meaning
+        if key.only_with is not None:
+            selector, values = key.only_with
+            meaning += f" Only with {selector} {' or '.join(values)}."
+        allowed = key.limits().replace("|", ", ")
+        lines.append(f"| `{key.name}` | {allowed} | {_shown(key.default)} | {meaning} |")
+    return lines
+
+
 def manifest_json_schema(bounds: Bounds = SMALL) -> dict[str, Any]:
     """JSON Schema (2020-12) of `job.toml`, for editors; it cannot express the joint rules."""
-    properties = {key.name: _key_schema(key) for key in bounds.keys}
+    tables = {
+        name: {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {key.name: _key_schema(key) for key in bounds.table(name)},
+        }
+        for name in (("prime_rl", "sft") if bounds.sft else ("prime_rl",))
+    }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "job.toml",
@@ -485,11 +556,7 @@ def manifest_json_schema(bounds: Bounds = SMALL) -> dict[str, Any]:
         "required": ["base_model"],
         "properties": {
             "base_model": {"enum": list(bounds.base_models)},
-            "prime_rl": {
-                "type": "object",
-                "additionalProperties": False,
-                "properties": properties,
-            },
+            **tables,
             "env": {
                 "type": "object",
                 "additionalProperties": {"type": ["string", "number", "boolean"]},

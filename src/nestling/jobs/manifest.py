@@ -25,7 +25,7 @@ from nestling.jobs.manifest_checks import (
     top_level_problems,
 )
 
-__all__ = ["JobManifest", "PrimeRl", "parse_manifest", "render_manifest"]
+__all__ = ["JobManifest", "PrimeRl", "Sft", "parse_manifest", "render_manifest"]
 
 _MAX_BYTES = 16_384
 
@@ -78,6 +78,15 @@ class PrimeRl(Frozen):
         return cls.model_validate(values)
 
 
+class Sft(Frozen):
+    """The resolved `[sft]` table; see `bounds` for meanings."""
+
+    steps: int
+    rows: int
+    lr: float
+    source: Literal["dev", "rows"]
+
+
 class JobManifest(Frozen):
     """A parsed `job.toml`."""
 
@@ -87,6 +96,8 @@ class JobManifest(Frozen):
     """Arguments of the job's taskset."""
     explicit_keys: tuple[str, ...] = ()
     """The `[prime_rl]` keys the job set itself, in table order."""
+    sft: Sft | None = None
+    """None: no warm-up."""
 
     @classmethod
     def build(
@@ -94,11 +105,13 @@ class JobManifest(Frozen):
         base_model: str,
         *,
         env: dict[str, Scalar] | None = None,
+        sft: dict[str, Scalar] | None = None,
         bounds: Bounds = SMALL,
         **prime_rl: Scalar,
     ) -> JobManifest:
         """A manifest from values; raises `JobRejectedError` like a parsed one."""
-        return _checked({"base_model": base_model, "prime_rl": prime_rl, "env": env or {}}, bounds)
+        document = {"base_model": base_model, "prime_rl": prime_rl, "env": env or {}}
+        return _checked(document if sft is None else document | {"sft": sft}, bounds)
 
 
 def parse_manifest(text: str | bytes, bounds: Bounds = SMALL) -> JobManifest:
@@ -142,6 +155,11 @@ def render_manifest(manifest: JobManifest) -> str:
         f"{name} = {toml_value(getattr(manifest.prime_rl, name))}"
         for name in manifest.explicit_keys
     ]
+    if manifest.sft is not None:
+        lines += ["", "[sft]"]
+        lines += [
+            f"{key} = {toml_value(value)}" for key, value in manifest.sft.model_dump().items()
+        ]
     if manifest.env:
         lines += ["", "[env]"]
         lines += [f"{name} = {toml_value(value)}" for name, value in manifest.env.items()]
@@ -154,8 +172,9 @@ def _checked(document: dict[str, Any], bounds: Bounds) -> JobManifest:
     if base_problem is not None:
         problems.append(base_problem)
     given, table_problems = read_settings(document.get("prime_rl", {}), bounds)
+    sft, sft_problems = read_settings(document.get("sft", {}), bounds, table="sft")
     env, env_problems = read_env(document.get("env", {}))
-    problems += table_problems + env_problems
+    problems += table_problems + sft_problems + env_problems
     if not problems:
         problems = _joint_problems(given, bounds)
     if problems:
@@ -165,7 +184,12 @@ def _checked(document: dict[str, Any], bounds: Bounds) -> JobManifest:
         prime_rl=PrimeRl.resolve(given, bounds),
         env=env,
         explicit_keys=tuple(name for name in bounds.names() if name in given),
+        sft=_warm_up(sft, bounds) if "sft" in document else None,
     )
+
+
+def _warm_up(given: dict[str, Scalar], bounds: Bounds) -> Sft:
+    return Sft.model_validate({key.name: key.default for key in bounds.sft} | given)
 
 
 def _joint_problems(given: dict[str, Scalar], bounds: Bounds) -> list[Problem]:

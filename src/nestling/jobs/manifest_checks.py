@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from typing import Any
+from typing import Any, Literal
 
 from nestling.core.errors import Problem
 from nestling.jobs.bounds import Bounds, Key, number
@@ -26,6 +26,7 @@ __all__ = [
     "top_level_problems",
 ]
 
+TableName = Literal["prime_rl", "sft"]
 Scalar = str | int | float | bool
 """A value that `[prime_rl]` and `[env]` may hold."""
 
@@ -85,12 +86,13 @@ _SYNONYMS = {
 
 
 def top_level_problems(document: dict[str, Any], bounds: Bounds) -> list[Problem]:
-    """Keys other than base_model, [prime_rl] and [env]."""
+    """Keys other than base_model and the tables of this scale."""
     problems = []
+    known = ("base_model", "prime_rl", *(("sft",) if bounds.sft else ()), "env")
     for name in document:
-        if name in ("base_model", "prime_rl", "env"):
+        if name in known:
             continue
-        nearest = nearest_name(name, (*bounds.names(), "base_model", "prime_rl", "env"))
+        nearest = nearest_name(name, (*bounds.names(), *known))
         if nearest in bounds.names():
             fix = f"write {nearest} below a [prime_rl] line"
         elif nearest is not None:
@@ -101,7 +103,7 @@ def top_level_problems(document: dict[str, Any], bounds: Bounds) -> list[Problem
             schema_problem(
                 "unknown_key",
                 f"unknown top-level key {shown(name)}",
-                "base_model, [prime_rl], [env]",
+                ", ".join(name if name == "base_model" else f"[{name}]" for name in known),
                 fix,
             )
         )
@@ -130,20 +132,25 @@ def base_model_problem(document: dict[str, Any], bounds: Bounds) -> Problem | No
     return None
 
 
-def read_settings(table: object, bounds: Bounds) -> tuple[dict[str, Scalar], list[Problem]]:
-    """The valid entries of [prime_rl], and a problem for each of the others."""
-    if not isinstance(table, dict):
+def read_settings(
+    entries: object, bounds: Bounds, *, table: TableName = "prime_rl"
+) -> tuple[dict[str, Scalar], list[Problem]]:
+    """The valid entries of [prime_rl] or [sft], and a problem for each of the others."""
+    keys = {key.name: key for key in bounds.table(table)}
+    if not keys:
+        return {}, []  # that there is such a table is a problem of the top level
+    if not isinstance(entries, dict):
         return {}, [
             schema_problem(
-                "wrong_type", "prime_rl is not a table", "a [prime_rl] line", "write [prime_rl]"
+                "wrong_type", f"{table} is not a table", f"a [{table}] line", f"write [{table}]"
             )
         ]
     given: dict[str, Scalar] = {}
     problems = []
-    for name, value in table.items():
-        key = bounds.get(name)
+    for name, value in entries.items():
+        key = keys.get(name)
         if key is None:
-            problems.append(_unknown_key(name, bounds))
+            problems.append(_unknown_key(name, table, tuple(keys)))
             continue
         problem = _value_problem(key, value)
         if problem is not None:
@@ -153,15 +160,15 @@ def read_settings(table: object, bounds: Bounds) -> tuple[dict[str, Scalar], lis
     return given, problems
 
 
-def _unknown_key(name: str, bounds: Bounds) -> Problem:
-    nearest = nearest_name(name, (*bounds.names(), "base_model"))
+def _unknown_key(name: str, table: TableName, keys: tuple[str, ...]) -> Problem:
+    nearest = nearest_name(name, (*keys, "base_model"))
     if nearest == "base_model":
         fix = "write base_model on the first line, above [prime_rl]"
     else:
         fix = f"write {nearest}" if nearest else "remove it"
     return schema_problem(
         "unknown_key",
-        f"unknown key {shown(name)} in [prime_rl]",
+        f"unknown key {shown(name)} in [{table}]",
         "a key of the table in INSTRUCTIONS.md",
         fix,
     )

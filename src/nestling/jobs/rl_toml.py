@@ -61,12 +61,16 @@ def rl_document(manifest: JobManifest, model: str, run: RlRun) -> dict[str, Any]
         run: names and resources.
 
     Raises:
-        ConfigError: a name that cannot be used.
+        ConfigError: a name that cannot be used, or a job with a warm-up.
     """
     if not _NAME.fullmatch(run.name) or not _PACKAGE.fullmatch(run.package):
         raise ConfigError(
             f"run name {run.name!r} or package {run.package!r} cannot be used; "
             "expected letters, digits, _ . - (package: a lower-case import name)"
+        )
+    if manifest.sft is not None:
+        raise ConfigError(
+            "prime_rl runs no warm-up; expected a job without an [sft] table; remove it"
         )
     document = _fixed(manifest, HUB_NAMES.get(model, model), run)
     can_think = document["orchestrator"]["renderer"]["name"] == _THINKING_RENDERER
