@@ -21,12 +21,15 @@ from nestling.engine.config import ModelConfig
 from nestling.engine.model import Model
 from nestling.engine.tokenizer import Tokenizer
 from nestling.engine.weights import Weights
-from nestling.outer.config import EmbeddedConfig
+from nestling.outer.config import EmbeddedConfig, TinkerConfig
 from nestling.outer.learner import LossSpec, LossStats, Sampled, StepStats, TrainRow
 from nestling.outer.learners.embedded import EmbeddedLearner
+from nestling.outer.learners.tinker import TinkerLearner
 from nestling.outer.plan import EpisodePlan
 from nestling.store.group_commit import GroupCommit
 from nestling.store.run_store import RunStore
+
+from .engine_service import EngineService
 
 VOCAB = 6
 END = 0
@@ -238,11 +241,41 @@ def embedded(tmp_path: Path) -> Iterator[Callable[..., EmbeddedLearner]]:
         learner.close()
 
 
-@pytest.fixture(params=["table", "embedded", "embedded-lora"])
-def new_learner(request, tmp_path, embedded) -> Callable[[], object]:
+class TinkerLearners:
+    """Makes Tinker learners of one service; calling it again is a new process of the same run."""
+
+    def __init__(self, root: Path) -> None:
+        self.service = EngineService(tiny_model())
+        self.made: list[TinkerLearner] = []
+        self._root = root
+
+    def __call__(self, folder: str = "tinker", prices=None, **changes) -> TinkerLearner:
+        learner = TinkerLearner(
+            self.service,
+            self._root / folder,
+            config=TinkerConfig(base_model="tiny", **changes),
+            stop_ids=[TOKENIZER.turn_end_id],
+            prices=prices,
+        )
+        self.made.append(learner)
+        return learner
+
+
+@pytest.fixture
+def tinker(tmp_path: Path) -> Iterator[TinkerLearners]:
+    learners = TinkerLearners(tmp_path)
+    yield learners
+    for learner in learners.made:
+        learner.close()
+
+
+@pytest.fixture(params=["table", "embedded", "embedded-lora", "tinker"])
+def new_learner(request, tmp_path, embedded, tinker) -> Callable[[], object]:
     """Every learner that runs without an account; calling it again gives a fresh one."""
     if request.param == "table":
         return lambda: TableLearner(tmp_path, lr_scale=100.0)
+    if request.param == "tinker":
+        return tinker
     return lambda: embedded(lora_rank=4 if request.param == "embedded-lora" else 0)
 
 

@@ -7,13 +7,22 @@ import pytest
 from nestling.core.errors import LearnerError
 from nestling.outer.learner import LossSpec, TrainRow
 
-LOSS = LossSpec(temperature=0.7)
 PROMPT = [1, 2, 3]
+
+
+def temperature(learner):
+    """A hosted service knows one only."""
+    return getattr(learner, "temperature", 0.7)
 
 
 async def turn(learner, handle, *, session="s", seed=1, ids=PROMPT, max_tokens=12):
     return await learner.sample(
-        handle, ids, session=session, seed=seed, max_tokens=max_tokens, temperature=0.7
+        handle,
+        ids,
+        session=session,
+        seed=seed,
+        max_tokens=max_tokens,
+        temperature=temperature(learner),
     )
 
 
@@ -33,8 +42,9 @@ async def rows(learner, handle, count=6, **fields):
     return found
 
 
-async def update(learner, handle=None, lr=1e-2, loss=LOSS):
+async def update(learner, handle=None, lr=1e-2):
     handle = handle or await learner.publish()
+    loss = LossSpec(temperature=temperature(learner))
     stats = await learner.forward_backward(await rows(learner, handle), loss)
     return stats, await learner.optim_step(lr)
 
@@ -95,7 +105,7 @@ async def test_update_makes_good_tokens_likelier(new_learner):
     batch = await rows(learner, handle)
     good = [TrainRow(ids=one.ids, sampled=one.sampled, logprobs=one.logprobs, advantage=1.0) for one in batch]  # fmt: skip
     for _ in range(4):
-        stats = await learner.forward_backward(good, LOSS)
+        stats = await learner.forward_backward(good, LossSpec(temperature=temperature(learner)))
         await learner.optim_step(1e-2)
     assert stats.kl_sampler < -0.01
 
@@ -127,7 +137,8 @@ async def test_saving_again_replaces(new_learner):
 async def test_load_drops_a_pending_gradient(new_learner):
     learner = new_learner()
     ref = await learner.save("x")
-    await learner.forward_backward(await rows(learner, await learner.publish()), LOSS)
+    batch = await rows(learner, await learner.publish())
+    await learner.forward_backward(batch, LossSpec(temperature=temperature(learner)))
     await learner.load(ref)
     with pytest.raises(LearnerError):
         await learner.optim_step(1e-2)
@@ -138,6 +149,6 @@ async def test_what_cannot_be_done_is_a_learner_error(new_learner):
     with pytest.raises(LearnerError, match="pending"):
         await learner.optim_step(1e-3)
     with pytest.raises(LearnerError, match="sampled token"):
-        await learner.forward_backward([], LOSS)
+        await learner.forward_backward([], LossSpec())
     with pytest.raises(LearnerError):
         await learner.load("nowhere")

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from nestling.core.frozen import Frozen
 
-__all__ = ["EmbeddedConfig", "HeldOutConfig", "LossKind", "OuterConfig"]
+__all__ = ["EmbeddedConfig", "HeldOutConfig", "LossKind", "OuterConfig", "TinkerConfig"]
 
 LossKind = Literal["importance_sampling", "ppo_clip"]
 
@@ -103,3 +103,34 @@ class EmbeddedConfig(Frozen):
     """Padded tokens of one micro-batch; None: what suits the device."""
     seed: int = Field(0, ge=0)
     """Of fresh adapters."""
+
+
+class TinkerConfig(Frozen):
+    """The learner behind a Tinker service; the key is read from the environment alone."""
+
+    kind: Literal["tinker"] = "tinker"
+    base_model: str = Field(min_length=1)
+    """The service's name of the model that is trained; `agent.model` holds its tokenizer."""
+    base_url: str = ""
+    """A Tinker-compatible server; empty: the hosted service."""
+    lora_rank: int = Field(8, ge=1, le=256)
+    seed: int = Field(0, ge=0, lt=2**31)
+    """Of the fresh adapter."""
+    checkpoint_ttl_s: int = Field(604_800, ge=3_600)
+    """Lifetime of every checkpoint; a run can be resumed for that long after its last step."""
+    keep_states: int = Field(2, ge=1, le=1_000)
+    """Saved states that keep their optimiser; older ones are deleted on the service."""
+    sample_timeout_s: float = Field(300.0, gt=0)
+    """One turn, waiting at the service included."""
+    sample_attempts: int = Field(2, ge=1, le=10)
+    """Tries of a turn that took too long; a turn may be asked for again."""
+    train_timeout_s: float = Field(1_800.0, gt=0)
+    """Every other call."""
+    heartbeat_s: float = Field(30.0, gt=0)
+    """A call that waits says so this often."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam; the service's defaults."""
+    price_file: str = ""
+    """A copy of the service's `models.json`; empty: the published one."""
+    max_usd: float | None = Field(None, gt=0)
+    """Estimated cost after which no call is made any more; None: no cap."""
