@@ -45,6 +45,10 @@ class Price(Frozen):
     """What one slot is."""
     source: str
     """Where the figure is from."""
+    gpu: str = ""
+    """What the renter's API calls it; empty: cannot be rented by name."""
+    community_usd_per_hour: float | None = Field(None, ge=0)
+    """On machines of third parties; None: unknown or not offered."""
 
 
 class Caps(Frozen):

@@ -11,8 +11,8 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,6 +55,9 @@ class PoolLimits:
     max_failed_starts: int = 5
     """In a row, of one worker; then the pool raises: the cause is not going away."""
     expire_every_s: float = 1.0
+    idle_s: float | None = None
+    """A worker without work for so long is ended, and none is started before work waits for it.
+    None: all workers are kept, as is right where they cost nothing."""
 
 
 class Pool:
@@ -81,6 +84,10 @@ class Pool:
         self._budget = budget
         self._limits = limits or PoolLimits()
         self._idle: deque[asyncio.Future[None]] = deque()
+        self._resting: deque[asyncio.Future[None]] = deque()
+        """Workers that are not started because there is no work for them."""
+        self._num_coming = 0
+        """Workers that are being started or look for a job: as many jobs need no further one."""
         self._stopping = asyncio.Event()
         self._served: set[str] = set()
         """Tokens of the tries that run now; of these, those with a heartbeat and those over."""
@@ -115,8 +122,9 @@ class Pool:
         """Give out no more jobs; `run` returns once those that run are over."""
         self._queue.drain()
         self._stopping.set()
-        while self._idle:
-            _wake(self._idle.popleft())
+        for waiting in (self._idle, self._resting):
+            while waiting:
+                _wake(waiting.popleft())
 
     def _listener(self, loop: asyncio.AbstractEventLoop) -> Callable[[Event], None]:
         def listen(event: Event) -> None:
@@ -127,11 +135,13 @@ class Pool:
         return listen
 
     def _wake_one(self) -> None:
-        while self._idle:
-            future = self._idle.popleft()
-            if not future.done():
-                _wake(future)
-                return
+        """Wake an idle worker, and one that rests: it finds out whether it is needed too."""
+        for waiting in (self._idle, self._resting):
+            while waiting:
+                future = waiting.popleft()
+                if not future.done():
+                    _wake(future)
+                    break
 
     async def _expire_leases(self) -> None:
         """End leases that are over; one that ended while we stood still ourselves is forgiven."""
@@ -158,13 +168,14 @@ class Pool:
 
     async def _keep_worker(self, name: str) -> None:
         failed_starts = deaths = 0
-        while not self._stopping.is_set():
+        while await self._is_needed():
             words = ""
             try:
-                node = await self._launch(name)
-                if node is None:
-                    break
-                started, words = await self._ready(node)
+                with self._coming():
+                    node = await self._launch(name)
+                    if node is None:
+                        break
+                    started, words = await self._ready(node)
                 if started:
                     failed_starts = 0
                     served = await _Server(self, node).serve()
@@ -184,6 +195,31 @@ class Pool:
                 )
             if failed_starts or deaths:
                 await self._pause(failed_starts + deaths)
+
+    async def _is_needed(self) -> bool:
+        """Waits until a worker more would have work; False when the pool stops."""
+        loop = asyncio.get_running_loop()
+        while self._limits.idle_s is not None and not self._stopping.is_set():
+            # Waiting begins before the look, so a job queued in between still wakes us.
+            future: asyncio.Future[None] = loop.create_future()
+            self._resting.append(future)
+            num_waiting = await self._writer.run(
+                lambda: self._queue.store.jobs.waiting(self._provider.lane)
+            )
+            if num_waiting > self._num_coming:
+                with suppress(ValueError):
+                    self._resting.remove(future)
+                break
+            await future
+        return not self._stopping.is_set()
+
+    @contextmanager
+    def _coming(self) -> Iterator[None]:
+        self._num_coming += 1
+        try:
+            yield
+        finally:
+            self._num_coming -= 1
 
     async def _launch(self, name: str) -> Node | None:
         """A started worker; None when the pool stops first, as a cluster may be out of room."""
@@ -217,8 +253,14 @@ class Pool:
                 await self._stopping.wait()
 
     async def next_claim(self, worker: str) -> Claim | None:
-        """The next job for a worker; waits; None when the pool stops."""
+        """The next job for a worker; waits; None when the pool stops or it was idle too long."""
+        with self._coming():
+            return await self._next_claim(worker)
+
+    async def _next_claim(self, worker: str) -> Claim | None:
         loop = asyncio.get_running_loop()
+        idle_s = self._limits.idle_s
+        end_s = None if idle_s is None else loop.time() + idle_s
         while not self._stopping.is_set():
             # Waiting begins before the look, so a job queued in between still wakes us.
             future: asyncio.Future[None] = loop.create_future()
@@ -230,7 +272,13 @@ class Pool:
                 else:
                     self._idle.remove(future)
                 return claim
-            await future
+            try:
+                async with asyncio.timeout_at(end_s):
+                    await asyncio.shield(future)
+            except TimeoutError:
+                if not future.done():
+                    self._idle.remove(future)
+                    return None
         return None
 
     async def _claim(
@@ -370,9 +418,12 @@ class _Try:
         job, token = self._claim.job, self._claim.token
         self._pool.serve(token)
         try:
-            await self._node.send(
-                Work(token=token, job_id=job.id, kind=job.kind, payload=job.payload)
-            )
+            try:
+                await self._node.send(
+                    Work(token=token, job_id=job.id, kind=job.kind, payload=job.payload)
+                )
+            except FleetError:  # gone before it had the job: that is no try of the job
+                return await self._end(lambda: self._queue.give_back(token), alive=False)
             while True:
                 message = await self._receive()
                 if message is None:

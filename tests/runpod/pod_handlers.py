@@ -1,0 +1,54 @@
+"""Cheap handlers for real worker processes in simulated pods."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from nestling.core.errors import JobFailedError
+from nestling.core.rundir import ArtifactStore
+
+
+def make_handlers(settings):
+    run, state = Path(settings["run"]), Path(settings["state"])
+    artifacts = ArtifactStore(run / "artifacts")
+
+    def echo(payload, context):
+        context.stage("echo", 60.0)
+        return {"echo": payload["n"], "pod": os.environ.get("RUNPOD_POD_ID"), "pid": os.getpid()}
+
+    def fetch(payload, context):
+        """Uses its bundle, leaves things about, and tells what an earlier job left."""
+        found = sorted(path.name for path in run.rglob("*") if path.is_file())
+        found += sorted(path.name for path in Path(tempfile.gettempdir()).iterdir())
+        data = artifacts.get(payload["bundle"])
+        (run / "models").mkdir(exist_ok=True)
+        (run / "models" / "left").write_bytes(b"x" * 1000)
+        Path(tempfile.gettempdir(), "litter").write_text("left")
+        return {"size": len(data), "found": [one for one in found if one != payload["bundle"]]}
+
+    def big(payload, context):
+        return "b" * payload["size"]
+
+    def nap(payload, context):
+        time.sleep(payload["seconds"])
+        return payload["n"]
+
+    def secret(payload, context):
+        return (state / "eval-secret").read_bytes().hex()
+
+    def environment(payload, context):
+        return dict(os.environ)
+
+    def die(payload, context):
+        os._exit(9)
+
+    def reject(payload, context):
+        raise JobFailedError("train.diverged", "the loss is not finite")
+
+    return {
+        handler.__name__: handler
+        for handler in (echo, fetch, big, nap, secret, environment, die, reject)
+    }
