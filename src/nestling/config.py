@@ -20,6 +20,7 @@ from nestling.core.errors import ConfigError
 from nestling.core.frozen import Frozen
 from nestling.families.registry import HELD_OUT, TRAINING
 from nestling.fleet.budget import Caps
+from nestling.fleet.slots import Gpu
 from nestling.outer.config import EmbeddedConfig, OuterConfig
 
 __all__ = [
@@ -82,13 +83,26 @@ class InnerConfig(Frozen):
 
 
 class LocalFleet(Frozen):
-    """Worker processes on this machine, one thread each."""
+    """Worker processes on this machine, on its cores or on its GPUs."""
 
     kind: Literal["local"] = "local"
     workers: int = Field(0, ge=0, le=4096)
-    """0: one per core that this process may use."""
+    """0: one per `threads` cores that this process may use, or as many as the GPUs have room for."""
     machine: str = "cpu-core"
     """Price of a worker, by its name in the price table."""
+    threads: int = Field(1, ge=1, le=256)
+    """Of each worker."""
+    pin_cores: bool = False
+    """Keep each worker on cores of its own; for a machine that does nothing else."""
+    gpus: tuple[Gpu, ...] | Literal["auto"] = ()
+    """`auto`: all that nvidia-smi lists; or a list such as `[{memory_gib=140, jobs=4}]`; each worker
+    then sees one of them."""
+    gpu_job_gib: float = Field(4.0, gt=0)
+    """GPU memory for one job, where a GPU does not say how many jobs it takes."""
+    worker_memory_gib: float = Field(0.0, ge=0)
+    """A worker whose processes take more is ended, its job with it; 0: an even share of this machine."""
+    least_free_gib: float = Field(0.5, ge=0)
+    """With less free memory on this machine no new job is started beside one that runs."""
 
 
 class RayFleet(Frozen):

@@ -21,7 +21,7 @@ from nestling.agent.job_runner import JobRunner
 from nestling.agent.policies.scripted import scripted
 from nestling.agent.policy import Policy
 from nestling.agent.prompt import PromptRules
-from nestling.config import RayFleet, RunConfig, recipe_toml
+from nestling.config import LocalFleet, RayFleet, RunConfig, recipe_toml
 from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError
 from nestling.core.machine import commit, machine_line
@@ -32,10 +32,13 @@ from nestling.families.registry import get
 from nestling.families.splits import HIDDEN, EvalSecret, commitment
 from nestling.fleet.budget import GRACE_S, Budget, load_prices
 from nestling.fleet.handlers import StageSeconds, job_handlers
+from nestling.fleet.memory import memory_limits
 from nestling.fleet.plan import PlannedWork, RunPlan
 from nestling.fleet.predict import Predictor, expected_job
 from nestling.fleet.provider import Provider
+from nestling.fleet.providers.local import LocalProvider, LocalWorkers, cores_here
 from nestling.fleet.runner import FleetRunner, RunnerSettings
+from nestling.fleet.slots import Slot, deal, find_gpus
 from nestling.fleet.start import running_fleet
 from nestling.fleet.worker import Handlers
 from nestling.inner.baselines import Baselines, state_folder
@@ -261,6 +264,7 @@ async def open_fleet(
             settings=runner_settings,
             clock=clock,
             budget=budget,
+            guard=provider.guard if isinstance(provider, LocalProvider) else None,
             predictor=Predictor(account.history, config.fleet.machine),
         ) as fleet:
             yield fleet
@@ -322,9 +326,9 @@ def plan_run(config: RunConfig) -> RunPlan:
 
 
 def _num_workers(config: RunConfig) -> int:
-    from nestling.fleet.providers.local import num_slots
-
-    return config.fleet.workers or num_slots()
+    if isinstance(config.fleet, LocalFleet):
+        return len(local_slots(config.fleet))
+    return config.fleet.workers
 
 
 def _open_provider(config: RunConfig, run: RunDir, writer: GroupCommit) -> tuple[Provider, int]:
@@ -350,17 +354,39 @@ def _open_provider(config: RunConfig, run: RunDir, writer: GroupCommit) -> tuple
         )
         return RayProvider(slots, writer), config.fleet.workers
 
-    from nestling.fleet.providers.local import LocalProvider, LocalWorkers, num_slots
-
     if not config.unsafe_no_jail:
         require_bubblewrap()
+    dealt = local_slots(config.fleet)
     workers = LocalWorkers(
         handlers=_HANDLERS,
         settings=settings | {"run": str(run.root.resolve()), "state": str(state.resolve())},
         logs=run.root / "logs",
         machine=config.fleet.machine,
+        slots=dealt,
+        memory=memory_limits(
+            worker_gib=config.fleet.worker_memory_gib,
+            num_workers=len(dealt),
+            least_free_gib=config.fleet.least_free_gib,
+        ),
     )
-    return LocalProvider(workers, writer), config.fleet.workers or num_slots()
+    return LocalProvider(workers, writer), len(dealt)
+
+
+def local_slots(fleet: LocalFleet) -> list[Slot]:
+    """The workers of this machine and what each has.
+
+    Raises:
+        ConfigError: more workers than its cores or GPUs have room for.
+        FleetError: `gpus = "auto"` and the driver does not answer.
+    """
+    return deal(
+        cores_here(),
+        gpus=find_gpus() if fleet.gpus == "auto" else fleet.gpus,
+        workers=fleet.workers,
+        threads=fleet.threads,
+        gpu_job_gib=fleet.gpu_job_gib,
+        pin=fleet.pin_cores,
+    )
 
 
 def open_learner(config: RunConfig, run: RunDir) -> EmbeddedLearner:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,11 @@ import pytest
 
 from nestling.core.clock import SystemClock
 from nestling.fleet.budget import Budget
+from nestling.fleet.memory import MemoryLimits
 from nestling.fleet.pool import Pool, PoolLimits
 from nestling.fleet.providers.local import LocalProvider, LocalWorkers
 from nestling.fleet.queue import JobQueue
+from nestling.fleet.slots import Slot
 from nestling.fleet.watch import JobWatch
 from nestling.store import GroupCommit, RunStore
 from nestling.store.jobs import JobRecord, NewJob
@@ -57,7 +59,7 @@ def until() -> Callable[[Callable[[], bool]], Awaitable[None]]:
     return _until
 
 
-def _local_workers(folder: Path, handlers: str, settings: dict) -> LocalWorkers:
+def _local_workers(folder: Path, handlers: str, settings: dict, **options) -> LocalWorkers:
     here = str(Path(__file__).parent)
     return LocalWorkers(
         handlers=handlers,
@@ -65,6 +67,7 @@ def _local_workers(folder: Path, handlers: str, settings: dict) -> LocalWorkers:
         logs=folder / "logs",
         beat_s=0.1,
         environment={"PYTHONPATH": here},
+        **options,
     )
 
 
@@ -79,12 +82,15 @@ async def open_fleet(
     session: str = "s1",
     limits: PoolLimits | None = None,
     make_budget: Callable[[RunStore], Budget] | None = None,
+    slots: Sequence[Slot] = (),
+    memory: MemoryLimits | None = None,
 ) -> AsyncIterator[Fleet]:
     clock = SystemClock()
     with RunStore(folder / "run.db") as store, GroupCommit(store) as writer:
         queue = JobQueue(store, clock=clock, session=session, lease_s=lease_s)
         queue.recover()
-        provider = LocalProvider(_local_workers(folder, handlers, settings or {}), writer)
+        workers = _local_workers(folder, handlers, settings or {}, slots=slots, memory=memory)
+        provider = LocalProvider(workers, writer)
         pool = Pool(
             queue=queue,
             writer=writer,
@@ -92,6 +98,7 @@ async def open_fleet(
             size=size,
             clock=clock,
             budget=make_budget(store) if make_budget else None,
+            guard=provider.guard,
             limits=limits or PoolLimits(backoff_s=0.01, expire_every_s=0.05),
         )
         fleet = Fleet(store, writer, queue, provider, pool, JobWatch(store))

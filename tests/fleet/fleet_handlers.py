@@ -78,9 +78,28 @@ def environment(payload, context):
     return dict(os.environ)
 
 
+def hardware(payload, context):
+    time.sleep(0.1)  # so that the other worker gets the next one
+    shown = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")}
+    return {**shown, "cores": sorted(os.sched_getaffinity(0))}
+
+
+def take_memory(payload, context):
+    held = bytearray(payload["mib"] * 2**20)
+    if payload["mib"] > 100:
+        time.sleep(60)
+    return len(held)
+
+
+def child_takes_memory(payload, context):
+    script = f"hold = bytearray({payload['mib']} * 2**20); import time; time.sleep(60)"
+    subprocess.run([sys.executable, "-c", script], start_new_session=True, check=False)
+
+
 def make_handlers(settings):
     if settings.get("broken_start"):
         print("the accelerator is on fire", file=sys.stderr)
         raise SystemExit(3)
     handlers = [echo, nap, sleep, die_once, die, freeze, reject, crash, stages, leave_children]
-    return {handler.__name__: handler for handler in [*handlers, environment]}
+    handlers += [environment, hardware, take_memory, child_takes_memory]
+    return {handler.__name__: handler for handler in handlers}

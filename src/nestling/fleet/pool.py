@@ -20,6 +20,7 @@ from nestling.core.clock import Clock
 from nestling.core.errors import FleetError
 from nestling.fleet.budget import GRACE_S, Budget, BudgetRefusedError
 from nestling.fleet.finish import finish
+from nestling.fleet.memory import MemoryGuard
 from nestling.fleet.messages import (
     Beat,
     Done,
@@ -31,7 +32,7 @@ from nestling.fleet.messages import (
     Stop,
     Work,
 )
-from nestling.fleet.provider import Node, Provider
+from nestling.fleet.provider import Node, Provider, WorkerEndedError
 from nestling.fleet.queue import Claim, JobQueue
 from nestling.store import GroupCommit
 from nestling.store.events import Event
@@ -72,6 +73,7 @@ class Pool:
         size: int,
         clock: Clock,
         budget: Budget | None = None,
+        guard: MemoryGuard | None = None,
         limits: PoolLimits | None = None,
     ) -> None:
         if size < 1:
@@ -82,6 +84,7 @@ class Pool:
         self._size = size
         self._clock = clock
         self._budget = budget
+        self._guard = guard
         self._limits = limits or PoolLimits()
         self._idle: deque[asyncio.Future[None]] = deque()
         self._resting: deque[asyncio.Future[None]] = deque()
@@ -103,13 +106,16 @@ class Pool:
         unsubscribe = self._queue.store.events.subscribe(self._listener(loop))
         try:
             async with asyncio.TaskGroup() as group:
-                clerk = group.create_task(self._expire_leases())
+                clerks = [group.create_task(self._expire_leases())]
+                if self._guard is not None:
+                    clerks.append(group.create_task(self._guard.watch()))
                 workers = [
                     group.create_task(self._keep_worker(f"{self._provider.lane}-{number}"))
                     for number in range(self._size)
                 ]
                 await asyncio.wait(workers)
-                clerk.cancel()
+                for clerk in clerks:
+                    clerk.cancel()
         except BaseExceptionGroup as errors:
             cause = _only_fleet_error(errors)
             if cause is None:
@@ -157,7 +163,8 @@ class Pool:
             beaten, self._beaten = sorted(self._beaten), set()
             over = await self._writer.run(partial(self._keep_and_expire, beaten))
             self._over |= self._served.intersection(over)
-            self._wake_one()  # in case a job was queued by another process
+            # In case another process queued a job, or there is memory for one again.
+            self._wake_one()
 
     def _keep_and_expire(self, beaten: Sequence[str]) -> list[str]:
         """The heartbeats since the last time, then the leases that had none, as one change."""
@@ -305,9 +312,14 @@ class Pool:
             raise
 
     def _take(self, worker: str) -> Claim | None:
-        """Claim a job and set its money aside, in one transaction; what is refused is failed."""
+        """Claim a job and set its money aside, in one transaction; what is refused is failed.
+
+        None also while memory is short, unless nothing runs: then one job goes on.
+        """
         while True:
             with self._queue.store.joined():
+                if self._is_short_of_memory() and self._queue.store.jobs.leases():
+                    return None
                 claim = self._queue.claim(worker, lane=self._provider.lane, num_workers=self._size)
                 if claim is None or self._budget is None:
                     return claim
@@ -324,6 +336,9 @@ class Pool:
                     self._queue.fail(claim.token, "budget.refused", str(error), retry=False)
                 else:
                     return claim
+
+    def _is_short_of_memory(self) -> bool:
+        return self._guard is not None and not self._guard.has_room
 
     async def end_try(self, claim: Claim, seconds: float, change: Callable[[], object]) -> None:
         """Record how a try ended and what it cost, in one transaction."""
@@ -433,6 +448,11 @@ class _Try:
                     return await self._answered(message)
                 if not await self._heard(message):
                     return await self._end(lambda: None, alive=False)  # the lease is over
+        except WorkerEndedError as error:
+            reason, detail, retry = error.reason, error.detail, error.retry
+            return await self._end(
+                lambda: self._queue.fail(token, reason, detail, retry=retry), alive=False
+            )
         except FleetError:
             words = await self._node.last_words()
             detail = f"worker {self._node.name} died; its last words: {words[-500:] or '(none)'}"

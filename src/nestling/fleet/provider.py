@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from nestling.core.errors import FleetError
 from nestling.fleet.messages import FromWorker, ToWorker
 
-__all__ = ["Node", "Provider"]
+__all__ = ["Node", "Provider", "WorkerEndedError"]
+
+
+class WorkerEndedError(FleetError):
+    """The provider itself ended a worker, because of the job that it was doing."""
+
+    def __init__(self, reason: str, detail: str, *, retry: bool) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        """Stable code for the job's outcome."""
+        self.detail = detail
+        self.retry = retry
+        """Whether another worker should try."""
 
 
 class Node(Protocol):
@@ -23,7 +36,10 @@ class Node(Protocol):
         ...
 
     async def receive(self) -> FromWorker:
-        """The next message; `FleetError` when the worker is gone. Cancelling loses nothing."""
+        """The next message; `FleetError` when the worker is gone. Cancelling loses nothing.
+
+        `WorkerEndedError` says that the provider ended it, and why.
+        """
         ...
 
     async def last_words(self) -> str:

@@ -11,6 +11,7 @@ from nestling.core.clock import Clock
 from nestling.core.rundir import ArtifactStore
 from nestling.fleet.budget import Budget
 from nestling.fleet.finish import finish
+from nestling.fleet.memory import MemoryGuard
 from nestling.fleet.pool import Pool, PoolLimits
 from nestling.fleet.predict import Predictor
 from nestling.fleet.process_tree import boot_id, start_ticks
@@ -39,6 +40,7 @@ async def running_fleet(
     settings: RunnerSettings,
     clock: Clock,
     budget: Budget | None = None,
+    guard: MemoryGuard | None = None,
     predictor: Predictor | None = None,
     lease_s: float = 60.0,
     limits: PoolLimits | None = None,
@@ -63,6 +65,7 @@ async def running_fleet(
             size=size,
             clock=clock,
             budget=budget,
+            guard=guard,
             limits=limits,
         )
         runner = FleetRunner(

@@ -107,7 +107,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--settings", default="{}", help="JSON for that function")
     parser.add_argument("--beat-s", type=float, default=5.0, help="seconds between heartbeats")
     parser.add_argument("--parent", type=int, default=0, help="process id of the controller")
+    parser.add_argument("--cores", default="", help="cores to run on, as 0,1; empty: all")
     options = parser.parse_args(arguments)
+    if options.cores:
+        # Before anything starts threads, so that all of them and all children are there.
+        os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
     _die_with(options.parent)
     requests, answers = _take_pipes()
     inbox = _PipeInbox(requests)

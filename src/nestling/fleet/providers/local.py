@@ -24,43 +24,42 @@ import psutil
 from nestling.core.errors import FleetError
 from nestling.fleet import process_tree
 from nestling.fleet.finish import finish
+from nestling.fleet.memory import OVER_SHARE, MemoryGuard, MemoryLimits
 from nestling.fleet.messages import (
     HEADER_BYTES,
+    Done,
+    Failed,
     FromWorker,
     ToWorker,
+    Work,
     decode_from_worker,
     encode,
     frame_length,
 )
+from nestling.fleet.provider import WorkerEndedError
+from nestling.fleet.slots import Slot
 from nestling.store import GroupCommit
 from nestling.store.processes import ProcessRecord
 
-__all__ = ["LocalNode", "LocalProvider", "LocalWorkers", "num_slots"]
+__all__ = ["LocalNode", "LocalProvider", "LocalWorkers", "cores_here", "num_slots"]
 
 _PASSED_ON = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _PASSED_ON_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NESTLING_", "XDG_")
 """Everything else, keys above all, stays with the controller."""
 
-_ONE_THREAD = dict.fromkeys(
-    (
-        "OMP_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "OPENBLAS_NUM_THREADS",
-        "NUMEXPR_NUM_THREADS",
-        "VECLIB_MAXIMUM_THREADS",
-        "RAYON_NUM_THREADS",
-    ),
-    "1",
-)
-
 _LAST_WORDS_BYTES = 2000
 
 
-def num_slots() -> int:
-    """Cores that this process may use."""
+def cores_here() -> tuple[int, ...]:
+    """Numbers of the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def num_slots() -> int:
+    """How many cores that is."""
+    return len(cores_here())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +77,10 @@ class LocalWorkers:
     beat_s: float = 5.0
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the scrubbed environment."""
+    slots: Sequence[Slot] = ()
+    """What each worker has, by its number; empty: one thread and no GPU each."""
+    memory: MemoryLimits | None = None
+    """None: nobody watches."""
 
 
 class LocalNode:
@@ -88,11 +91,17 @@ class LocalNode:
         self.process = process
         self._log = log
         self._length: int | None = None
+        self._ended: WorkerEndedError | None = None
+        self._num_jobs = 0
+        self._is_busy = False
 
     async def send(self, message: ToWorker) -> None:
         """Hand a message over; `FleetError` when the worker is gone."""
         stdin = self.process.stdin
         assert stdin is not None
+        if isinstance(message, Work):
+            self._num_jobs += 1
+            self._is_busy = True
         try:
             stdin.write(encode(message))
             await stdin.drain()
@@ -109,9 +118,22 @@ class LocalNode:
                 self._length = frame_length(await stdout.readexactly(HEADER_BYTES))
             body = await stdout.readexactly(self._length)
         except asyncio.IncompleteReadError as error:
+            if self._ended is not None:
+                raise self._ended from error
             raise FleetError(f"worker {self.name} is gone; its log is {self._log}") from error
         self._length = None
-        return decode_from_worker(body)
+        message = decode_from_worker(body)
+        if isinstance(message, Done | Failed):
+            self._is_busy = False
+        return message
+
+    def blame(self, reason: str, detail: str) -> None:
+        """Have `receive` say why the worker is about to be ended; nobody is blamed when it idles.
+
+        A worker's first job is tried no more. A later one is: it may suffer for an earlier one.
+        """
+        if self._is_busy:
+            self._ended = WorkerEndedError(reason, detail, retry=self._num_jobs > 1)
 
     async def last_words(self) -> str:
         """The end of its log."""
@@ -132,6 +154,12 @@ class LocalProvider:
         self._writer = writer
         self._nodes: dict[str, LocalNode] = {}
         path = str(writer.store.path.resolve())
+        self.guard = (
+            None
+            if workers.memory is None
+            else MemoryGuard(limits=workers.memory, workers=self._pids, end=self._end_for_memory)
+        )
+        """For the pool."""
         self._run_id = hashlib.sha256(path.encode()).hexdigest()[:16]
 
     @property
@@ -200,6 +228,7 @@ class LocalProvider:
         command = [sys.executable, "-P", "-m", "nestling.fleet.worker"]
         command += ["--handlers", workers.handlers, "--settings", json.dumps(workers.settings)]
         command += ["--beat-s", str(workers.beat_s), "--parent", str(os.getpid())]
+        command += ["--cores", ",".join(str(core) for core in self._slot(name).cores)]
         try:
             stderr = await asyncio.to_thread(_open_log, log)
             try:
@@ -227,7 +256,28 @@ class LocalProvider:
             if key in _PASSED_ON or key.startswith(_PASSED_ON_PREFIXES)
         }
         marker = {process_tree.MARKER: self.marker(name), "PYTHONUNBUFFERED": "1"}
-        return kept | _ONE_THREAD | dict(self._workers.environment) | marker
+        return kept | self._slot(name).environment() | dict(self._workers.environment) | marker
+
+    def _slot(self, name: str) -> Slot:
+        """By the number at the end of a worker's name."""
+        slots, number = self._workers.slots, name.rpartition("-")[2]
+        return slots[int(number)] if slots and number.isdecimal() else Slot(threads=1)
+
+    def _pids(self) -> dict[str, int]:
+        return {
+            name: node.process.pid
+            for name, node in self._nodes.items()
+            if node.process.returncode is None
+        }
+
+    async def _end_for_memory(self, name: str, detail: str) -> None:
+        node = self._nodes.get(name)
+        if node is None:
+            return
+        node.blame(OVER_SHARE, detail)
+        await asyncio.to_thread(
+            process_tree.end_tree, node.process.pid, self.marker(name), lambda: time.sleep(0.02)
+        )
 
     async def _terminate(self, name: str) -> None:
         node = self._nodes.pop(name, None)
