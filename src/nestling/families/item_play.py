@@ -12,16 +12,27 @@ from nestling.core.seeds import derive_seed, stream
 from nestling.engine.chat import FinalAnswer, MalformedCall, parse_turn, tool_result_ids
 from nestling.engine.model import Model
 from nestling.engine.sampler import SamplingParams, TurnEnd, play_stacked
+from nestling.engine.tokenizer import Tokenizer
 from nestling.families.demonstrations import item_prompt_ids
 from nestling.families.family import Family, Item
 from nestling.families.registry import get
 
-__all__ = ["EVAL_SAMPLING", "play_items", "scores"]
+__all__ = ["EVAL_SAMPLING", "EVAL_SAMPLING_OPEN", "eval_sampling", "play_items", "scores"]
 
 EVAL_SAMPLING: Final = SamplingParams(
     temperature=1.0, max_turn_tokens=96, max_total_tokens=512, max_turns=12
 )
-"""The settings of the hidden eval."""
+"""The settings of the hidden eval, for the shipped vocabulary."""
+
+EVAL_SAMPLING_OPEN: Final = SamplingParams(
+    temperature=1.0, max_turn_tokens=96, max_total_tokens=1280, max_turns=12
+)
+"""The same for vocabularies of the hub, which need more tokens for the same turns."""
+
+
+def eval_sampling(tokenizer: Tokenizer) -> SamplingParams:
+    """The settings of the hidden eval for models with this vocabulary."""
+    return EVAL_SAMPLING if tokenizer.is_closed else EVAL_SAMPLING_OPEN
 
 
 def scores(

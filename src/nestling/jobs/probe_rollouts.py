@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from nestling.core.errors import Problem
 from nestling.core.seeds import derive_seed
-from nestling.engine.chat import Message, prompt_ids
 from nestling.engine.model import Model
 from nestling.engine.sampler import SamplingParams
 from nestling.jobs.budget import Workload
 from nestling.jobs.manifest import JobManifest
 from nestling.jobs.rollout_env import RolloutEnv, Row
-from nestling.jobs.rollouts import play_env
+from nestling.jobs.rollouts import opening_ids, play_env
 
 __all__ = ["Measured", "measure"]
 
@@ -48,7 +47,10 @@ def measure(
         max_total_tokens=table.seq_len,
         max_turns=table.max_turns,
     )
-    longest = max(len(_prompt(model, row)) for row in rows)
+    schemas = None if model.tokenizer.is_closed else env.tool_schemas()
+    longest = max(
+        len(opening_ids(model.tokenizer, row.system_prompt, row.prompt, schemas)) for row in rows
+    )
     limit = min(table.seq_len, model.config.max_positions)
     if longest + table.max_tokens > limit:
         return Measured(workload=None, problems=[_too_long(longest, table.max_tokens, limit)])
@@ -64,13 +66,6 @@ def measure(
     )
     failed = next((one.score.error for one in played if one.score.error is not None), None)
     return Measured(workload=workload, problems=[] if failed is None else [_failed(failed)])
-
-
-def _prompt(model: Model, row: Row) -> list[int]:
-    messages = [Message(role="user", content=row.prompt)]
-    if row.system_prompt:
-        messages.insert(0, Message(role="system", content=row.system_prompt))
-    return prompt_ids(model.tokenizer, messages)
 
 
 def _too_long(longest: int, max_tokens: int, limit: int) -> Problem:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from nestling.engine.chat import (
     FinalAnswer,
@@ -26,7 +26,16 @@ from nestling.engine.tokenizer import Tokenizer
 from nestling.jobs.env_protocol import ProtocolError, check_json
 from nestling.jobs.rollout_env import CallRequest, FinalRequest, RolloutEnv, ScoreRecord
 
-__all__ = ["EnvResponder", "EnvRollout", "play_env"]
+__all__ = ["OPEN_RULES", "EnvResponder", "EnvRollout", "opening_ids", "play_env"]
+
+OPEN_RULES: Final = (
+    "Solve the task step by step: call one tool per turn and wait for its result. When you know the "
+    "result, reply with exactly ANSWER: followed by the value and nothing else."
+)
+"""What a model of the hub is told besides its tools; the shipped ones were made knowing it."""
+_SAMPLER_ROWS: Final = 128
+_CACHE_BYTES: Final = 2 * 1024**3
+"""Of keys and values on a CPU: with a larger model, fewer rows are decoded at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +53,24 @@ def play_env(
     seeds: Sequence[int],
     params: SamplingParams,
     *,
-    show_tools: bool = False,
+    show_tools: bool | None = None,
 ) -> list[EnvRollout]:
     """One rollout per entry of `row_indices`, in order, sampled with `seeds` and scored.
 
-    `show_tools` puts the tool schemas into the system turn, as models of the hub expect; the tiny
-    ones know their tools from the system prompt.
+    `show_tools` as for `EnvResponder`.
 
     Raises:
         JailError: the environment failed as a whole; single bad calls and rewards never raise.
     """
     responder = EnvResponder(env, model.tokenizer, row_indices, show_tools=show_tools)
-    rollouts = play(model, responder.prompts, seeds, params, responder.respond)
+    rollouts = play(
+        model,
+        responder.prompts,
+        seeds,
+        params,
+        responder.respond,
+        max_rows=_max_rows(model, params),
+    )
     scores = responder.score(rollouts)
     return [
         EnvRollout(rollout=rollout, score=score)
@@ -72,18 +87,23 @@ class EnvResponder:
         tokenizer: Tokenizer,
         row_indices: Sequence[int],
         *,
-        show_tools: bool = False,
+        show_tools: bool | None = None,
     ) -> None:
+        """`show_tools` puts the tool schemas and `OPEN_RULES` into the system turn.
+
+        Unless given, models of the hub get them; the shipped ones know their tools by name.
+        """
         self._env = env
         self._tokenizer = tokenizer
-        schemas = env.tool_schemas() if show_tools else None
+        shown = not tokenizer.is_closed if show_tools is None else show_tools
+        schemas = env.tool_schemas() if shown else None
         starts = env.reset(row_indices)
         self._ids = [start.rollout_id for start in starts]
         prompts: dict[tuple[str, str], list[int]] = {}
         for start in starts:
             key = (start.system_prompt, start.prompt)
             if key not in prompts:
-                prompts[key] = render_prompt(tokenizer, _messages(*key), schemas)
+                prompts[key] = opening_ids(tokenizer, *key, schemas)
         self.prompts = [prompts[start.system_prompt, start.prompt] for start in starts]
         """Prompt ids per rollout; rollouts of one row share the list."""
         self._read = [len(prompt) for prompt in self.prompts]
@@ -156,6 +176,24 @@ def _problem(arguments: dict[str, Any]) -> str | None:
     return None
 
 
-def _messages(system_prompt: str, prompt: str) -> list[Message]:
-    system = [Message(role="system", content=system_prompt)] if system_prompt else []
-    return [*system, Message(role="user", content=prompt)]
+def opening_ids(
+    tokenizer: Tokenizer,
+    system_prompt: str,
+    prompt: str,
+    schemas: Sequence[dict[str, Any]] | None,
+) -> list[int]:
+    """The ids a rollout starts from; with `schemas`, the system turn lists tools and rules."""
+    parts = [system_prompt, OPEN_RULES if schemas else ""]
+    system = "\n\n".join(part for part in parts if part)
+    messages = [Message(role="system", content=system)] if system else []
+    messages.append(Message(role="user", content=prompt))
+    return render_prompt(tokenizer, messages, schemas)
+
+
+def _max_rows(model: Model, params: SamplingParams) -> int | None:
+    """How many rows' keys and values fit; None leaves it to the sampler."""
+    config = model.config
+    row_bytes = 2 * 4 * config.num_layers * config.kv_size * params.max_total_tokens
+    if model.device.type != "cpu" or row_bytes * _SAMPLER_ROWS <= _CACHE_BYTES:
+        return None
+    return max(1, _CACHE_BYTES // row_bytes)
