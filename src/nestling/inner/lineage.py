@@ -51,13 +51,13 @@ class _HeaderEntry(Frozen):
     data_offsets: tuple[_Offset, _Offset]
 
 
-def read_weights_file(folder: Path, *, max_bytes: int) -> bytes:
+def read_weights_file(folder: Path, *, max_bytes: int, name: str = WEIGHTS_FILE) -> bytes:
     """The bytes of a folder's weight file.
 
     Raises:
         ModelError: no such file, a link, not a plain file, or larger than `max_bytes`.
     """
-    path = folder / WEIGHTS_FILE
+    path = folder / name
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Final
 
 from nestling.engine.checkpoint import Model, load_model
+from nestling.engine.weights import parts
 from nestling.inner.lineage import (
     WEIGHTS_FILE,
     TensorSpec,
@@ -19,6 +21,7 @@ from nestling.inner.model_folder import folder_digest
 
 __all__ = ["PinnedBase"]
 
+_WEIGHTS: Final = re.compile(r"\.safetensors(\.index\.json)?$")
 _MAX_BASE_BYTES: Final = 16 * 1024**3
 _HEADER_ALLOWANCE_BYTES: Final = 1024**2
 
@@ -30,9 +33,7 @@ class PinnedBase:
         self.folder = folder
         self.digest = folder_digest(folder)
         self.model: Model = load_model(folder)
-        self._specs: dict[str, TensorSpec] = tensor_specs(
-            read_weights_file(folder, max_bytes=_MAX_BASE_BYTES)
-        )
+        self._specs = _specs(folder, {part.hf_name for part in parts(self.model.config)})
         num_numbers = self.model.weights.flat.numel()
         self._max_bytes = 2 * 4 * num_numbers + _HEADER_ALLOWANCE_BYTES
 
@@ -47,7 +48,7 @@ class PinnedBase:
         with tempfile.TemporaryDirectory(prefix="nestling-scored-") as name:
             private = Path(name)
             for path in self.folder.iterdir():
-                if path.is_file() and path.suffix != ".safetensors":
+                if path.is_file() and not _WEIGHTS.search(path.name):
                     shutil.copyfile(path, private / path.name)
             (private / WEIGHTS_FILE).write_bytes(weights)
             return load_model(private)
@@ -56,3 +57,13 @@ class PinnedBase:
         """Euclidean norm of `model` minus this base, in float64."""
         difference = model.weights.flat.double() - self.model.weights.flat.double()
         return float(difference.norm())
+
+
+def _specs(folder: Path, wanted: set[str]) -> dict[str, TensorSpec]:
+    """What the base's files say of each tensor; a tied output layer that is stored again is left out."""
+    found = {}
+    for link in sorted(folder.glob("*.safetensors")):
+        path = link.resolve()  # a hub's cache is made of links; a trained folder may hold none
+        data = read_weights_file(path.parent, max_bytes=_MAX_BASE_BYTES, name=path.name)
+        found |= {name: spec for name, spec in tensor_specs(data).items() if name in wanted}
+    return found

@@ -21,6 +21,7 @@ from nestling.inner.cpu_time import CpuMeter
 from nestling.inner.scorer import Score, Scorer
 from nestling.inner.statistics import Interval, paired_difference
 from nestling.inner.trainer import StepLog, Trainer, TrainLimits, TrainRequest, TrainResult
+from nestling.jobs.bounds import SMALL, Bounds
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.manifest import JobManifest
 from nestling.jobs.outcome import Outcome, OutcomeStatus, StepRecord
@@ -43,6 +44,8 @@ class InnerContext:
     baselines: Baselines
     bases: Mapping[str, Path]
     """Name to folder of the pinned base models."""
+    bounds: Bounds = SMALL
+    """Which settings a job may use; the probe's."""
     work_folder: Path
     """Trained models are written below it, one new folder per run of a job."""
     keep_models: bool = True
@@ -107,7 +110,7 @@ class _JobRun:
                 "job.hash_mismatch",
                 f"the files hash to {actual[:12]}, the job says {self._bundle.job_hash[:12]}",
             )
-        self._manifest = self._bundle.manifest()
+        self._manifest = self._bundle.manifest(self._context.bounds)
         if self._manifest.base_model not in self._context.bases:
             raise JobFailedError(
                 "job.unknown_base",
@@ -211,6 +214,7 @@ class _JobRun:
             n=uplift.n if uplift else 0,
             train_steps=len(self._steps),
             steps=tuple(self._steps),
+            warm_up=trained.warm_up if trained else None,
             base_hash=trained.base_hash if trained else None,
             final_hash=trained.final_hash if trained else None,
             delta_norm=trained.delta_norm if trained else None,

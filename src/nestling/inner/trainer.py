@@ -9,7 +9,7 @@ from typing import Protocol
 
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.manifest import JobManifest
-from nestling.jobs.outcome import StepRecord
+from nestling.jobs.outcome import StepRecord, WarmUp
 
 __all__ = ["StepLog", "TrainLimits", "TrainRequest", "TrainResult", "Trainer"]
 
@@ -57,6 +57,8 @@ class TrainResult:
     """Euclidean norm of trained minus base weights."""
     cpu_s: float
     """Processor seconds of the trainer and of the env worker."""
+    warm_up: WarmUp | None = None
+    """None: the job has no `[sft]` table."""
 
 
 class Trainer(Protocol):

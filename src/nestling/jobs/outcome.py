@@ -8,7 +8,7 @@ from pydantic import Field
 
 from nestling.core.frozen import Frozen
 
-__all__ = ["Outcome", "OutcomeStatus", "SampleRollout", "StepRecord"]
+__all__ = ["Outcome", "OutcomeStatus", "SampleRollout", "StepRecord", "WarmUp"]
 
 OutcomeStatus = Literal["succeeded", "failed", "timed_out", "lost"]
 """failed: the job itself died; timed_out: a stage deadline; lost: worker died too often."""
@@ -44,6 +44,19 @@ class StepRecord(Frozen):
     """Of the first step, played by the untrained weights, and of the last; else empty."""
 
 
+class WarmUp(Frozen):
+    """The supervised steps of a job's `[sft]` table."""
+
+    steps: int
+    examples: int
+    """Worked examples that were used."""
+    first_loss: float
+    """Mean cross-entropy per token of the model's turns, before the first step."""
+    last_loss: float
+    """Before the last step."""
+    cpu_s: float
+
+
 class Outcome(Frozen):
     """The record of one job; missing scores are None, never a sentinel."""
 
@@ -68,6 +81,7 @@ class Outcome(Frozen):
     """Hidden items scored."""
     train_steps: int = 0
     steps: tuple[StepRecord, ...] = ()
+    warm_up: WarmUp | None = None
     base_hash: str | None = None
     final_hash: str | None = None
     delta_norm: float | None = None
