@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nestling.core.errors import ConfigError
 
-__all__ = ["MicroBatch", "TrainRow", "micro_batches"]
+__all__ = ["MicroBatch", "PreparedRow", "TrainRow", "micro_batches", "prepare_rows"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,9 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
+class PreparedRow:
+    """A row as arrays, without what is behind its last predicted token."""
+
     ids: npt.NDArray[np.int64]
     place: npt.NDArray[np.int64]  # positions of predicted tokens
     action: npt.NDArray[np.float32]
@@ -67,10 +69,7 @@ def micro_batches(
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
     """Split each job's rows so that J * B * T stays near `token_budget`, longest rows first."""
-    prepared_J = [
-        sorted((row for row in map(_prepare, rows) if row is not None), key=_length)[::-1]
-        for rows in rows_J
-    ]
+    prepared_J = [sorted(prepare_rows(rows), key=_length)[::-1] for rows in rows_J]
     total, start, found = max((len(rows) for rows in prepared_J), default=0), 0, []
     while start < total:
         longest = max(len(rows[start].ids) for rows in prepared_J if start < len(rows))
@@ -81,11 +80,16 @@ def micro_batches(
     return found
 
 
-def _length(row: _Prepared) -> int:
+def prepare_rows(rows: Sequence[TrainRow]) -> list[PreparedRow]:
+    """Rows that have something to predict; ConfigError for fields of different lengths."""
+    return [row for row in map(_prepare, rows) if row is not None]
+
+
+def _length(row: PreparedRow) -> int:
     return len(row.ids)
 
 
-def _prepare(row: TrainRow) -> _Prepared | None:
+def _prepare(row: TrainRow) -> PreparedRow | None:
     count = len(row.ids)
     sampled = np.asarray(row.sampled, bool)
     weights = np.asarray(row.ce_weights, np.float32) if len(row.ce_weights) else None
@@ -99,7 +103,7 @@ def _prepare(row: TrainRow) -> _Prepared | None:
         return None
     if place[0] == 0:
         raise ConfigError("the first token of a row cannot be predicted; mark it as given")
-    return _Prepared(
+    return PreparedRow(
         ids=np.asarray(row.ids, np.int64)[: place[-1] + 1],
         place=place,
         action=sampled[place].astype(np.float32),
@@ -109,7 +113,7 @@ def _prepare(row: TrainRow) -> _Prepared | None:
     )
 
 
-def _pack(rows_J: list[list[_Prepared]], longest: int, device: torch.device | str) -> MicroBatch:
+def _pack(rows_J: list[list[PreparedRow]], longest: int, device: torch.device | str) -> MicroBatch:
     J, B, T = len(rows_J), max(len(rows) for rows in rows_J), longest - 1
     K = max(sum(len(row.place) for row in rows) for rows in rows_J)
     ids = np.zeros((J, B, T), np.int64)

@@ -11,7 +11,7 @@ whether training keeps up with a stock implementation.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.engine.config import ModelConfig
+from nestling.engine.packed_attention import PackedGroup, packed_attention
 from nestling.engine.weights import Weights
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ __all__ = [
     "decode",
     "extend",
     "forward",
+    "forward_packed",
     "logits",
     "rotary_tables",
 ]
@@ -226,6 +228,38 @@ def forward(
         x = x + _attention_out(y, layer, config, dropout)
         x = x + _feed_forward(x, layer, config, dropout)
     return _rms_norm(x, params.final_norm, config.rms_eps).view(J, B, T, config.hidden_size)
+
+
+def forward_packed(
+    params: Params,
+    config: ModelConfig,
+    ids: Tensor,
+    positions: Tensor,
+    groups: Sequence[PackedGroup],
+    pick: Tensor,
+    *,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Normed hidden states [1, K, D] at the places pick [K] of packed tokens ids, positions [N].
+
+    For J = 1 on the CPU, layouts without a window; `packing` makes the arguments. The last layer's
+    feed-forward is computed at the picked places only.
+    """
+    N = ids.shape[0]
+    ropes = _layer_ropes(
+        config, int(positions.max()) + 1, ids.device, params.embed.dtype, positions
+    )
+    x = _embed(params.embed, ids[None], config)
+    for i, layer in enumerate(params.layers):
+        cos, sin = ropes[i]
+        q, k, v = _split_heads(_qkv(x, layer, config, dropout), layer, config, (1, N), cos, sin)
+        k, v = _repeat_kv(k, config), _repeat_kv(v, config)
+        y = packed_attention(q, k, v, groups, config.query_scale)
+        if i == config.num_layers - 1:
+            x, y = x.index_select(1, pick), y.index_select(1, pick)
+        x = x + _attention_out(y, layer, config, dropout)
+        x = x + _feed_forward(x, layer, config, dropout)
+    return _rms_norm(x, params.final_norm, config.rms_eps)
 
 
 def logits(params: Params, hidden: Tensor) -> Tensor:

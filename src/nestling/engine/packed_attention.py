@@ -1,0 +1,133 @@
+"""Causal attention over packed rows whose groups share a beginning.
+
+Axes: H head, N token of the batch, d head width. A row's tokens see their group's shared beginning and the row
+before them. Each of the two is one fused call that also gives the logarithm of its softmax sum; the outputs are
+joined by these sums, and backward each call is given the joint output and sum (as in ring attention,
+arXiv:2310.01889). So no key is copied, and a beginning's keys are read once per group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["PackedGroup", "packed_attention"]
+
+# The public function does not return the sums. Schema of torch 2.11 to 2.13.
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedGroup:
+    """A shared beginning and the rows that go on from it, one after the other."""
+
+    start: int
+    """Index of the first token in the batch."""
+    prefix: int
+    """Tokens of the beginning; 0: the rows share none."""
+    runs: tuple[tuple[int, int], ...]
+    """(rows, tokens of each) of neighbouring rows of one length."""
+
+    @property
+    def own(self) -> slice:
+        """The rows' own tokens."""
+        first = self.start + self.prefix
+        return slice(first, first + sum(count * length for count, length in self.runs))
+
+    @property
+    def shared(self) -> slice:
+        """The beginning's tokens."""
+        return slice(self.start, self.start + self.prefix)
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, groups: Sequence[PackedGroup], scale: float
+) -> Tensor:
+    """Output [1, N, H*d] of q, k, v [1, H, N, d] on the CPU."""
+    return _PackedAttention.apply(q, k, v, groups, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: ANN205
+        ctx: Any,  # noqa: ANN401
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        groups: Sequence[PackedGroup],
+        scale: float,
+    ):
+        _, H, N, d = q.shape
+        out = q.new_empty(1, N, H, d)
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        sums = q.new_empty(1, N, H, dtype=wide)
+        for group in groups:
+            for part, rows in _causal_parts(group):
+                pieces = [_rows(one, part, rows) for one in (q, k, v)]
+                y, log_sum = _forward(*pieces, is_causal=True, scale=scale)
+                out[0, part].view(rows, -1, H, d).copy_(y.transpose(1, 2))
+                sums[0, part].view(rows, -1, H).copy_(log_sum.transpose(1, 2))
+            if group.prefix and group.runs:
+                own, shared = group.own, group.shared
+                y, log_sum = _forward(q[:, :, own], k[:, :, shared], v[:, :, shared], scale=scale)
+                _join(out[:, own], sums[:, own], y.transpose(1, 2), log_sum.transpose(1, 2))
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.groups, ctx.scale = groups, scale
+        return out.view(1, N, H * d)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):  # noqa: ANN205, ANN401
+        q, k, v, out, sums = ctx.saved_tensors
+        grad, out = grad.view(out.shape).transpose(1, 2), out.transpose(1, 2)
+        sums = sums.transpose(1, 2)[..., None]
+        grads = [torch.empty_like(one) for one in (q, k, v)]
+        for group in ctx.groups:
+            for part, rows in _causal_parts(group):
+                pieces = [_rows(one, part, rows) for one in (grad, q, k, v, out, sums)]
+                found = _backward(*pieces[:5], pieces[5][..., 0], 0.0, True, scale=ctx.scale)
+                for whole, piece in zip(grads, found, strict=True):
+                    _rows(whole, part, rows).copy_(piece)
+            if group.prefix and group.runs:
+                own, shared = group.own, group.shared
+                found = _backward(
+                    grad[:, :, own],
+                    q[:, :, own],
+                    k[:, :, shared],
+                    v[:, :, shared],
+                    out[:, :, own],
+                    sums[:, :, own, 0],
+                    0.0,
+                    False,
+                    scale=ctx.scale,
+                )
+                for whole, piece, where in zip(grads, found, (own, shared, shared), strict=True):
+                    whole[:, :, where] += piece
+        return *grads, None, None
+
+
+def _causal_parts(group: PackedGroup) -> list[tuple[slice, int]]:
+    """Token spans of equally long sequences that see only themselves, and how many sequences each holds."""
+    parts = [(group.shared, 1)] if group.prefix else []
+    first = group.own.start
+    for count, length in group.runs:
+        parts.append((slice(first, first + count * length), count))
+        first += count * length
+    return parts
+
+
+def _rows(x: Tensor, part: slice, rows: int) -> Tensor:
+    """[rows, H, T, d], a view of tokens `part` of x [1, H, N, d]."""
+    return x[0, :, part].unflatten(1, (rows, -1)).transpose(0, 1)
+
+
+def _join(out: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> None:
+    """Make out [1, n, H, d] and its log sums [1, n, H] those over both key sets, in place."""
+    joint = torch.logaddexp(sums, other_sums)
+    out.mul_((sums - joint).exp_()[..., None])
+    out.addcmul_(other, (other_sums - joint).exp_()[..., None])
+    sums.copy_(joint)
