@@ -132,7 +132,7 @@ class Chromium:
         before = self.js("performance.timeOrigin")
         self.send("Page.navigate", url=address)
         loaded = f"performance.timeOrigin !== {before} && document.readyState === 'complete'"
-        self.wait(f"{loaded} && ({ready})")
+        self.wait(f"{loaded} && Boolean({ready})")
 
     def press(self, key: str, text: str = "") -> None:
         code = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowRight": 39}.get(key, 0)
