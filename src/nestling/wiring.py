@@ -73,6 +73,7 @@ __all__ = [
     "agent_folder",
     "episode_task",
     "make_handlers",
+    "open_account",
     "open_fleet",
     "open_learner",
     "open_room",
@@ -252,7 +253,7 @@ async def open_fleet(
     runner_settings = RunnerSettings(
         identity=_identity(config), deadlines=_stage_seconds(config), machine=config.fleet.machine
     )
-    with Account(_state() / _ACCOUNT_FILE, clock=clock) as account:
+    with open_account() as account:
         budget = Budget(
             writer.store, clock=clock, caps=config.budget, prices=load_prices(), account=account
         )
@@ -268,6 +269,11 @@ async def open_fleet(
             predictor=Predictor(account.history, config.fleet.machine),
         ) as fleet:
             yield fleet
+
+
+def open_account() -> Account:
+    """The account file of the state folder; close it."""
+    return Account(_state() / _ACCOUNT_FILE)
 
 
 def plan_run(config: RunConfig) -> RunPlan:
@@ -312,7 +318,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         )
     )
     machine = config.fleet.machine
-    with Account(_state() / _ACCOUNT_FILE) as account:
+    with open_account() as account:
         expected = expected_job(account.history, machine, sorted(families))
     return RunPlan(
         machine=machine,
