@@ -25,7 +25,7 @@ from nestling.cli.options import (
 if TYPE_CHECKING:
     from nestling.bench.record import BenchRecord, Measured
 
-__all__ = ["command"]
+__all__ = ["command", "measured"]
 
 _RESULTS = Path("results") / "bench"
 
@@ -84,7 +84,7 @@ def spread(
 
     chosen = tuple(part.strip() for part in jobs.split(",")) if jobs else JOBS
     slots = workers or len(os.sched_getaffinity(0))
-    record = _measured(
+    record = measured(
         "spread",
         lambda: measure(config, families=names, seeds=seeds, jobs=chosen, workers=slots),
         out,
@@ -109,7 +109,7 @@ def engine(runs: int, out: Path, as_json: bool) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from nestling.bench.engine import measure
 
-    record = _measured("engine", lambda: measure(runs=runs), out)
+    record = measured("engine", lambda: measure(runs=runs), out)
     if as_json:
         print_json(record.model_dump(mode="json"))
     return 0
@@ -132,13 +132,13 @@ def run_all(out: Path, as_json: bool) -> int:
     records = {}
     for name in BENCHMARKS:
         say(f"{name}: {BENCHMARKS[name]}")
-        records[name] = _measured(name, measure_of(name), out / f"{name}.json")
+        records[name] = measured(name, measure_of(name), out / f"{name}.json")
     if as_json:
         print_json({name: one.model_dump(mode="json") for name, one in records.items()})
     return 0
 
 
-def _measured(name: str, measure: Callable[[], Measured], out: Path) -> BenchRecord:
+def measured(name: str, measure: Callable[[], Measured], out: Path) -> BenchRecord:
     """Measure, print the table, write the record."""
     from nestling.bench.record import record
     from nestling.core.clock import SystemClock

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nestling.cli.options import Commands, json_option, print_json, print_table, say
+from nestling.cli.options import (
+    Commands,
+    families_of,
+    json_option,
+    print_json,
+    print_table,
+    recipe,
+    room_options,
+    say,
+)
 
 if TYPE_CHECKING:
     from nestling.fleet.simulate import SimulationReport
@@ -18,7 +27,47 @@ __all__ = ["command"]
 
 @click.group("fleet", cls=Commands)
 def command() -> None:
-    """Simulate a fleet of workers."""
+    """Simulate a fleet of workers; measure what jobs cost on it."""
+
+
+@command.command("bench")
+@click.option("--families", metavar="A,B,...", help="Whose template jobs; default: two of them.")
+@click.option("--bases", metavar="A,B,...", help="Base models; default: all shipped ones.")
+@click.option("--jobs", type=click.IntRange(1, 100), default=4, show_default=True,
+              help="Of each family and base.")  # fmt: skip
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("results") / "bench" / "fleet.json", show_default=True,
+    help="File for the figures.",
+)  # fmt: skip
+@room_options
+@json_option
+def bench(
+    families: str | None,
+    bases: str | None,
+    jobs: int,
+    out: Path,
+    settings: tuple[str, ...],
+    unsafe_no_jail: bool,
+    as_json: bool,
+) -> None:
+    """Seconds and money of a job by machine type and base, and where it is cheapest.
+
+    Measured with real jobs on this machine; other types from past jobs, else from their price.
+    """
+    names = None if families is None else families_of(families)
+    models = None if bases is None else tuple(part.strip() for part in bases.split(","))
+    config = recipe(settings, unsafe_no_jail=unsafe_no_jail)
+    from nestling.bench.fleet import measure
+    from nestling.cli.bench import measured
+
+    record = measured(
+        "fleet", lambda: measure(config, families=names, jobs=jobs, models=models), out
+    )
+    for base, machine in record.figures["cheapest"].items():
+        say(f"cheapest for {base}: {machine}")
+    if as_json:
+        print_json(record.model_dump(mode="json"))
 
 
 @command.command("simulate")
