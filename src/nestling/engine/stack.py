@@ -26,7 +26,7 @@ from nestling.engine.lane_decoder import LaneDecoder, LanePlan, plan_for
 from nestling.engine.learn import LossStats, StepStats
 from nestling.engine.model import Model
 from nestling.engine.stack_plan import StackShape
-from nestling.engine.stack_play import Ints, LanePlay, Play, Played, Turns
+from nestling.engine.stack_play import Ints, LanePlay, Play, Played, Turns, check_ids
 from nestling.engine.stack_train import (
     JobSettings,
     PlayedRows,
@@ -131,7 +131,7 @@ class _Job:
     weights: Weights
     """Of the decoder when nothing is trained."""
     played: Played | None = None
-    wanted: TrainRequest | None = None
+    wanted: Update | None = None
     busy_s: float = 0.0
 
 
@@ -240,7 +240,13 @@ class Stack:
 
     def train(self, job: int, request: TrainRequest) -> None:
         """One step on the last play: `Trained`."""
-        self._guarded(job, lambda owner: _ask(owner, request))
+        self._guarded(job, lambda owner: _want(owner, _on_last_play(owner, request)))
+
+    def supervise(
+        self, job: int, rows: PlayedRows, ce_weights: npt.NDArray[np.float32], lr: float
+    ) -> None:
+        """One step on given rows, by cross-entropy with weights [N, T]: `Trained`."""
+        self._guarded(job, lambda owner: _want(owner, self._worked(rows, ce_weights, lr)))
 
     def save(self, job: int, folder: Path) -> None:
         """Write the job's model: `Saved`."""
@@ -380,7 +386,7 @@ class Stack:
         try:
             results = train_jobs(
                 [job.trained for job in jobs if job.trained is not None],
-                [_update(job) for job in jobs],
+                [job.wanted for job in jobs if job.wanted is not None],
                 self._tiles,
                 self._shape.dtype if self._shape.precision == "bfloat16" else None,
             )
@@ -458,6 +464,18 @@ class Stack:
             raise JobFailedError("stack.protocol", "an answer, but nothing is played")
         end = self._model.tokenizer.turn_end_id
         seat.answers.append(seat.play.answer(rollouts, lengths, ids, end))
+
+    def _worked(self, rows: PlayedRows, ce_weights: npt.NDArray[np.float32], lr: float) -> Update:
+        longest = int(rows.lengths.max(initial=0))
+        check_ids(rows.ids, self._model.config.vocab_size)
+        if longest > self._shape.max_len or bool((ce_weights[:, :1] > 0).any()):
+            raise JobFailedError(
+                "stack.too_long",
+                f"a row of {longest} tokens, or one whose first token is to be learned; expected at "
+                f"most {self._shape.max_len}, inner.stack.max_len",
+            )
+        nothing = np.zeros(len(rows.lengths), np.float32)
+        return Update(rows=rows, advantages=nothing, ce_weights=ce_weights, temperature=1.0, lr=lr)
 
     def _save(self, job: _Job, folder: Path) -> None:
         if job.trained is None:
@@ -537,35 +555,36 @@ class Stack:
         )
 
 
-def _ask(job: _Job, request: TrainRequest) -> None:
-    if job.trained is None or job.played is None or job.wanted is not None:
+def _want(job: _Job, update: Update) -> None:
+    if job.trained is None or job.wanted is not None:
+        raise JobFailedError("stack.protocol", "this job trains nothing, or trains already")
+    job.wanted = update
+
+
+def _on_last_play(job: _Job, request: TrainRequest) -> Update:
+    played = job.played
+    if played is None:
         raise JobFailedError("stack.protocol", "nothing was played to train on")
-    if request.advantages.shape != job.played.lengths.shape or request.temperature <= 0:
+    if request.advantages.shape != played.lengths.shape or request.temperature <= 0:
         raise JobFailedError(
             "stack.protocol",
             f"{len(request.advantages)} advantages at temperature {request.temperature}; "
-            f"expected {len(job.played.lengths)} and a temperature above 0",
+            f"expected {len(played.lengths)} and a temperature above 0",
         )
-    job.wanted = request
-
-
-def _update(job: _Job) -> Update:
-    assert job.played is not None
-    assert job.wanted is not None
-    played, wanted = job.played, job.wanted
     weights = None
-    if wanted.learn_observations:
+    if request.learn_observations:
         every = [observation_weights(row) for row in played.sampled.tolist()]
         weights = np.array(every, np.float32).reshape(played.sampled.shape)
+    rows = PlayedRows(
+        ids=played.ids,
+        sampled=played.sampled,
+        logprobs=played.logprobs,
+        lengths=played.lengths,
+    )
     return Update(
-        rows=PlayedRows(
-            ids=played.ids,
-            sampled=played.sampled,
-            logprobs=played.logprobs,
-            lengths=played.lengths,
-        ),
-        advantages=wanted.advantages,
+        rows=rows,
+        advantages=request.advantages,
         ce_weights=weights,
-        temperature=wanted.temperature,
-        lr=wanted.lr,
+        temperature=request.temperature,
+        lr=request.lr,
     )

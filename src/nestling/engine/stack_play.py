@@ -17,7 +17,7 @@ from nestling.core.errors import JobFailedError
 from nestling.engine.lane_decoder import NewRow
 from nestling.engine.turn_sampler import SamplingParams
 
-__all__ = ["STOPS", "LanePlay", "Play", "Played", "Turns"]
+__all__ = ["STOPS", "LanePlay", "Play", "Played", "Turns", "check_ids"]
 
 STOPS: Final = ("done", "max_turns", "max_tokens")
 """As in `sampler.Rollout`; a code is an index."""
@@ -201,7 +201,7 @@ class LanePlay:
             raise JobFailedError(
                 "stack.protocol", "answers that fit no asked turn; expected one per ended turn"
             )
-        _check_ids(ids, self._vocab_size)
+        check_ids(ids, self._vocab_size)
 
 
 def _check(play: Play, max_len: int, vocab_size: int) -> None:
@@ -224,11 +224,11 @@ def _check(play: Play, max_len: int, vocab_size: int) -> None:
                 "stack.too_long",
                 f"a prompt has {len(prompt)} tokens; expected 1 to {max_len}, inner.stack.max_len",
             )
-        _check_ids(np.asarray(prompt), vocab_size)
+        check_ids(np.asarray(prompt), vocab_size)
 
 
-def _check_ids(ids: Ints, vocab_size: int) -> None:
-    """A token out of range would end the whole process on a GPU, other jobs included."""
+def check_ids(ids: Ints, vocab_size: int) -> None:
+    """Refuse tokens out of range: on a GPU one would end the whole process, other jobs included."""
     if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         raise JobFailedError(
             "stack.protocol",

@@ -118,11 +118,11 @@ class StackedJob:
         lora = self.model.lora
         return self.model.weights if lora is None else lora.merged(self.model.weights)
 
-    def apply(self, grad_1P: Tensor, lr: float) -> StepStats:
-        """Clip and update; a gradient that is not finite changes nothing."""
+    def apply(self, grad_1P: Tensor, lr: float, *, num_rows: int) -> StepStats:
+        """Clip and update; no rows, or a gradient that is not finite, change nothing."""
         norm = clip_norm(grad_1P, self.settings.optim.max_norm)
         value = float(norm)
-        updated = bool(np.isfinite(value))
+        updated = num_rows > 0 and bool(np.isfinite(value))
         if updated:
             rate = torch.tensor([lr], dtype=torch.float32, device=grad_1P.device)
             self._optimizer.step(grad_1P, rate)
@@ -174,7 +174,7 @@ def _applied(
     job: StackedJob, stats: LossStats, grad_1P: Tensor, lr: float
 ) -> tuple[LossStats, StepStats] | None:
     try:
-        return stats, job.apply(grad_1P, lr)
+        return stats, job.apply(grad_1P, lr, num_rows=stats.num_rows)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

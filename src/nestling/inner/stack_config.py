@@ -1,0 +1,32 @@
+"""What a person may set about stacks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from nestling.core.frozen import Frozen
+
+__all__ = ["StackConfig"]
+
+Device = Annotated[str, StringConstraints(pattern=r"^(cpu|cuda|cuda:\d+)$")]
+
+
+class StackConfig(Frozen):
+    """Processes that hold many jobs as one batch, one per device."""
+
+    devices: tuple[Device, ...] = ("cpu",)
+    """`cpu`, `cuda:0`, ...; `cuda` stands for every GPU of this machine. A job goes where most memory is free."""
+    max_jobs: int = Field(8, ge=1, le=256)
+    """Jobs of one base model and device that are decoded at the same time; further ones wait."""
+    rows_per_job: int = Field(32, ge=1, le=1024)
+    """Rollouts of a job at a time; further ones wait for a free row."""
+    max_len: int = Field(1024, ge=64, le=32768)
+    """Tokens of a rollout at most; a job with a larger seq_len is refused."""
+    precision: Literal["float32", "tf32", "bfloat16"] = "float32"
+    """Of matrix products. Master weights, log-probabilities and optimisers are float32 always."""
+    tile_tokens: int = Field(8192, ge=256, le=2**22)
+    """Tokens of one training launch."""
+    memory_gib: float = Field(0.0, ge=0)
+    """Of each device, for all stacks on it; 0: nine tenths of what is free when the process starts."""
