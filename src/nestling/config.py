@@ -20,6 +20,7 @@ from nestling.core.errors import ConfigError
 from nestling.core.frozen import Frozen
 from nestling.families.registry import HELD_OUT, TRAINING
 from nestling.fleet.budget import Caps
+from nestling.fleet.pod_config import RunpodFleet
 from nestling.fleet.slots import Gpu
 from nestling.outer.config import EmbeddedConfig, OuterConfig
 
@@ -33,6 +34,7 @@ __all__ = [
     "ReferenceArm",
     "ReferenceConfig",
     "RunConfig",
+    "RunpodFleet",
     "load_recipe",
     "recipe_toml",
 ]
@@ -131,16 +133,22 @@ def _kind_of_fleet(value: object) -> str:
 
 
 FleetConfig = Annotated[
-    Annotated[LocalFleet, Tag("local")] | Annotated[RayFleet, Tag("ray")],
+    Annotated[LocalFleet, Tag("local")]
+    | Annotated[RayFleet, Tag("ray")]
+    | Annotated[RunpodFleet, Tag("runpod")],
     Discriminator(
         _kind_of_fleet,
         custom_error_type="fleet_kind",
-        custom_error_message="fleet.kind should be local or ray",
+        custom_error_message="fleet.kind should be local, ray or runpod",
     ),
 ]
 """By `kind`; a table without one is local."""
 
-_FLEETS: dict[str, type[Frozen]] = {"local": LocalFleet, "ray": RayFleet}
+_FLEETS: dict[str, type[Frozen]] = {
+    "local": LocalFleet,
+    "ray": RayFleet,
+    "runpod": RunpodFleet,
+}
 
 
 class ReferenceConfig(Frozen):
@@ -230,6 +238,8 @@ def _explain(error: ValidationError) -> Iterator[str]:
             near = difflib.get_close_matches(path[-1], known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
             yield f"recipe: unknown key {where}; {hint}"
+        elif item["type"] == "missing":
+            yield f"recipe: {where} is missing; give it, for example with --set {where}=VALUE"
         else:
             yield f"recipe: {where} = {item['input']!r}: {item['msg']}"
 

@@ -21,7 +21,7 @@ from nestling.agent.job_runner import JobRunner
 from nestling.agent.policies.scripted import scripted
 from nestling.agent.policy import Policy
 from nestling.agent.prompt import PromptRules
-from nestling.config import LocalFleet, RayFleet, RunConfig, recipe_toml
+from nestling.config import LocalFleet, RayFleet, RunConfig, RunpodFleet, recipe_toml
 from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError
 from nestling.core.machine import commit, machine_line
@@ -34,6 +34,7 @@ from nestling.fleet.budget import GRACE_S, Budget, load_prices
 from nestling.fleet.handlers import StageSeconds, job_handlers
 from nestling.fleet.memory import memory_limits
 from nestling.fleet.plan import PlannedWork, RunPlan
+from nestling.fleet.pool import PoolLimits
 from nestling.fleet.predict import Predictor, expected_job
 from nestling.fleet.provider import Provider
 from nestling.fleet.providers.local import LocalProvider, LocalWorkers, cores_here
@@ -65,6 +66,8 @@ from nestling.store.account import Account
 from nestling.store.run_store import RunStore
 
 if TYPE_CHECKING:
+    from nestling.fleet.providers.runpod import RunpodProvider
+    from nestling.fleet.providers.runpod_account import PodAccount
     from nestling.outer.learners.embedded import EmbeddedLearner
 
 __all__ = [
@@ -76,6 +79,8 @@ __all__ = [
     "open_account",
     "open_fleet",
     "open_learner",
+    "open_pod_account",
+    "open_pods",
     "open_room",
     "plan_run",
     "play_run",
@@ -249,9 +254,18 @@ async def open_fleet(
 ) -> AsyncIterator[FleetRunner]:
     """The run's workers and a job runner over them."""
     clock = SystemClock()
-    provider, size = _open_provider(config, run, writer)
+    limits: PoolLimits | None = None
+    if isinstance(config.fleet, RunpodFleet):
+        provider: Provider = await open_pod_provider(config, run, writer)
+        size = config.fleet.workers
+        limits = PoolLimits(idle_s=config.fleet.idle_s, start_timeout_s=config.fleet.ready_s)
+    else:
+        provider, size = _open_provider(config, run, writer)
     runner_settings = RunnerSettings(
-        identity=_identity(config), deadlines=_stage_seconds(config), machine=config.fleet.machine
+        identity=_identity(config),
+        deadlines=_stage_seconds(config),
+        machine=config.fleet.machine,
+        lane=provider.lane,
     )
     with open_account() as account:
         budget = Budget(
@@ -265,6 +279,7 @@ async def open_fleet(
             settings=runner_settings,
             clock=clock,
             budget=budget,
+            limits=limits,
             guard=provider.guard if isinstance(provider, LocalProvider) else None,
             predictor=Predictor(account.history, config.fleet.machine),
         ) as fleet:
@@ -337,8 +352,67 @@ def _num_workers(config: RunConfig) -> int:
     return config.fleet.workers
 
 
+async def open_pod_provider(
+    config: RunConfig, run: RunDir, writer: GroupCommit
+) -> RunpodProvider:
+    """Pods of a run whose recipe has `fleet.kind = "runpod"`; nothing is rented yet."""
+    from nestling.fleet.providers.runpod_open import PodWork, open_provider
+
+    assert isinstance(config.fleet, RunpodFleet)
+    if config.inner.keep_models:
+        raise ConfigError(
+            "inner.keep_models keeps models where they are trained, which is on pods that are wiped "
+            "with fleet.kind=runpod; expected false; or set fleet.kind to local"
+        )
+    state = _state()
+    secret = EvalSecret.load_or_create(state / _SECRET_FILE)
+    return await open_provider(
+        config.fleet,
+        PodWork(
+            handlers=_HANDLERS,
+            settings={"config": config.model_dump(mode="json")},
+            private={_SECRET_FILE: secret.key},
+        ),
+        writer=writer,
+        artifacts=ArtifactStore(run.root / "artifacts"),
+        state=state,
+        clock=SystemClock(),
+    )
+
+
+@asynccontextmanager
+async def open_pods(config: RunConfig, folder: Path) -> AsyncIterator[RunpodProvider]:
+    """The pods of a run as their one controller, without playing it; what runs is left running.
+
+    Raises:
+        ConfigError: as `play_run`, or the recipe names no pods.
+    """
+    check_names(config)
+    if not isinstance(config.fleet, RunpodFleet):
+        raise ConfigError(
+            f"fleet.kind = {config.fleet.kind!r} rents nothing; expected 'runpod'; see recipes/runpod.toml"
+        )
+    run = _open_run(config, folder)
+    async with _writing(run) as writer:
+        with run.lock():
+            provider = await open_pod_provider(config, run, writer)
+            try:
+                yield provider
+            finally:
+                await provider.detach()
+
+
+def open_pod_account(api_url: str) -> PodAccount:
+    """The account whose key is in the environment."""
+    from nestling.fleet.providers.runpod_account import PodAccount
+    from nestling.fleet.providers.runpod_open import open_api
+
+    return PodAccount(open_api(api_url, SystemClock()))
+
+
 def _open_provider(config: RunConfig, run: RunDir, writer: GroupCommit) -> tuple[Provider, int]:
     """Where workers run, and how many."""
+    assert not isinstance(config.fleet, RunpodFleet)
     state = _state()
     secret = EvalSecret.load_or_create(state / _SECRET_FILE)
     settings = {"config": config.model_dump(mode="json")}

@@ -139,7 +139,7 @@ def test_fleet_is_chosen_by_kind() -> None:
     [
         (["fleet.kind=ray", "fleet.adress=x"], "unknown key fleet.adress; did you mean address?"),
         (["fleet.worker=1"], "unknown key fleet.worker; did you mean workers?"),
-        (["fleet.kind=slurm"], "fleet.kind should be local or ray"),
+        (["fleet.kind=slurm"], "fleet.kind should be local, ray or runpod"),
         (["fleet.kind=ray", "fleet.workers=0"], "fleet.workers = 0"),
     ],
 )

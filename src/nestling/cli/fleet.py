@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from nestling.cli import pods
 from nestling.cli.options import (
     Commands,
     families_of,
@@ -27,7 +28,10 @@ __all__ = ["command"]
 
 @click.group("fleet", cls=Commands)
 def command() -> None:
-    """Simulate a fleet of workers; measure what jobs cost on it."""
+    """Rent pods, simulate a fleet of workers, measure what jobs cost on it."""
+
+
+pods.add_to(command)
 
 
 @command.command("bench")

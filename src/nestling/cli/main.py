@@ -26,7 +26,7 @@ _COMMANDS = {
     "families": ("families", "List and show the task families."),
     "serve": ("serve", "Serve a model through an OpenAI-compatible API."),
     "export": ("export", "Write a run's trained agent as a model folder with a card."),
-    "fleet": ("fleet", "Simulate a fleet of workers."),
+    "fleet": ("fleet", "Rent, list and end pods; simulate a fleet."),
     "dash": ("dash", "Show runs live in a browser."),
     "report": ("report", "Write the static HTML report of a run."),
     "bench": ("bench", "Measure this machine."),
