@@ -56,3 +56,24 @@ def test_interval_holds_the_data_range_and_repeats(values, seed):
     first = stats.mean(values, seed=seed, resamples=100)
     assert first == stats.mean(values, seed=seed, resamples=100)
     assert min(values) - 1e-9 <= first.lo <= first.hi <= max(values) + 1e-9
+
+
+def test_power_statement_is_kept_by_simulated_comparisons():
+    rng = np.random.default_rng(4)
+    pilot = stats.paired_difference(rng.normal(0, 0.2, 200), np.zeros(200), seed=0)
+    found = stats.power(pilot, 0.05)
+    assert (found.pairs, found.effect) == (200, 0.05)
+    assert 100 < found.pairs_needed < 160
+    hits = 0
+    for _ in range(400):
+        sample = rng.normal(0.05, 0.2, found.pairs_needed)
+        hits += abs(sample.mean()) > 1.96 * sample.std(ddof=1) / len(sample) ** 0.5
+    assert 0.72 < hits / 400 < 0.88
+    assert found.detectable == pytest.approx(0.05 * (found.pairs_needed / 200) ** 0.5, rel=0.02)
+
+
+def test_power_needs_pairs_and_an_effect():
+    single = stats.paired_difference([0.1], [0.0], seed=0)
+    assert stats.power(single, 0.05) is None
+    with pytest.raises(ValueError, match="more than 0"):
+        stats.power(single, 0.0)

@@ -16,20 +16,23 @@ from nestling.core.errors import ConfigError
 from nestling.core.rundir import RunDir, write_atomic
 from nestling.core.seeds import derive_seed
 from nestling.outer.config import HeldOutConfig, OuterConfig
+from nestling.outer.episode_facts import Summary
 from nestling.outer.heldout import Arm, sweep
 from nestling.outer.plan import EpisodePlan
 from nestling.outer.play import PlayPlan
-from nestling.outer.stats import Estimate
+from nestling.outer.stats import Estimate, power
 from nestling.outer.store_log import StoreLog
 from nestling.outer.sweep_report import ALL_FAMILIES, Sweep
 from nestling.store import GroupCommit
 from nestling.store.run_store import RunStore
 from nestling.wiring import open_fleet
 
-__all__ = ["OnPlayed", "arm_figures", "compare_agents", "default_folder"]
+__all__ = ["EFFECT", "NOOP", "OnPlayed", "arm_figures", "compare_agents", "default_folder"]
 
 NOOP: Final = "noop"
 """Always an arm: gains are counted from it."""
+EFFECT: Final = 0.05
+"""Difference in mean reward that is worth finding."""
 
 OnPlayed = Callable[[AgentSpec, EpisodePlan, EpisodeResult], None]
 
@@ -61,11 +64,13 @@ def arm_figures(found: Sweep, arm: str, family: str = ALL_FAMILIES) -> dict[str,
     summary, gain = result.summary, found.comparison(arm, NOOP, family)
     uplift = summary.uplift if summary else None
     difference = gain.difference if gain else None
+    found_power = power(difference, EFFECT) if difference else None
     return {
         "n": summary.n if summary else 0,
         "dead": result.dead,
         "reward_mean": summary.reward.mean if summary else None,
         "reward_ci": _interval(summary.reward if summary else None),
+        "terms": _terms(summary),
         "validity": summary.validity if summary else None,
         "first_try_validity": summary.first_try_validity if summary else None,
         "job_success": summary.job_success if summary else None,
@@ -74,6 +79,7 @@ def arm_figures(found: Sweep, arm: str, family: str = ALL_FAMILIES) -> dict[str,
         "gain_over_noop": difference.mean if difference else None,
         "gain_ci": _interval(difference),
         "p_value": difference.p_value if difference else None,
+        "power": found_power.model_dump() if found_power else None,
     }
 
 
@@ -153,6 +159,17 @@ def _comparable(config: RunConfig) -> RunConfig:
     return config.model_copy(
         update={"families": FamiliesConfig(), "outer": outer, "fleet": LocalFleet()}
     )
+
+
+def _terms(summary: Summary | None) -> dict[str, float] | None:
+    """The parts of the mean reward; they add up to it."""
+    if summary is None:
+        return None
+    return {
+        "validation": summary.validation,
+        "quality": summary.quality,
+        "speed": summary.speed,
+    }
 
 
 def _interval(estimate: Estimate | None) -> list[float] | None:

@@ -23,6 +23,7 @@ from nestling.core.errors import ConfigError
 if TYPE_CHECKING:
     from nestling.agent.episode_result import EpisodeResult
     from nestling.bench.agents import AgentSpec
+    from nestling.config import RunConfig
     from nestling.outer.plan import EpisodePlan
     from nestling.outer.sweep_report import Sweep
 
@@ -39,7 +40,8 @@ _COLUMNS = (
     "--agents",
     required=True,
     metavar="A,B,...",
-    help="noop, random, template, oracle, embedded, embedded:FOLDER with a model or a run.",
+    help="noop, random, template, oracle, embedded, embedded:FOLDER with a model or a run, "
+    "endpoint:URL#MODEL.",
 )
 @click.option(
     "--families",
@@ -63,6 +65,11 @@ _COLUMNS = (
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the figures to this file.",
 )
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The page. Default: agents.html in the run folder.",
+)
 @room_options
 @json_option
 def command(
@@ -72,6 +79,7 @@ def command(
     seed: int,
     folder: Path | None,
     out: Path | None,
+    html: Path | None,
     settings: tuple[str, ...],
     unsafe_no_jail: bool,
     as_json: bool,
@@ -104,6 +112,8 @@ def command(
         return 130
     figures = _figures(found, specs, names, place)
     _print_figures(figures)
+    page = _write_page(found, specs, figures, html or place / "agents.html", config)
+    say(f"wrote {page}")
     if out is not None:
         write_atomic(out, (json.dumps(figures, indent=2) + "\n").encode())
         say(f"wrote {out}")
@@ -155,6 +165,25 @@ def _figures(
     }
 
 
+def _write_page(
+    found: Sweep, specs: list[AgentSpec], figures: dict[str, Any], out: Path, config: RunConfig
+) -> Path:
+    from nestling.bench.compare import EFFECT, NOOP
+    from nestling.core.machine import machine_line
+    from nestling.report.agents_page import ComparedAgent, write_agents_page
+
+    facts = {
+        "Families": ", ".join(figures["families"]),
+        "Episodes": f"{config.outer.held_out.episodes} per agent and family, seed {config.outer.seed}",
+        "Jobs": f"{config.inner.eval_items} hidden items per score",
+        "Machine": machine_line(),
+        "Commit": figures["commit"] or "not recorded",
+        "Episodes kept in": figures["folder"],
+    }
+    agents = [ComparedAgent(label=spec.label, arm=spec.arm) for spec in specs]
+    return write_agents_page(found, agents, out, against=NOOP, effect=EFFECT, facts=facts)
+
+
 def _print_figures(figures: dict[str, Any]) -> None:
     scopes = [("all", figures["arms"])]
     if len(figures["families"]) > 1:
@@ -163,6 +192,16 @@ def _print_figures(figures: dict[str, Any]) -> None:
         scopes = [(figures["families"][0], figures["arms"])]
     rows = [_cells(label, family, row) for family, arms in scopes for label, row in arms.items()]
     print_table(_COLUMNS, rows)
+    for label, row in scopes[0][1].items():
+        if row["power"] is not None:
+            say(_power_line(label, row["power"]))
+
+
+def _power_line(label: str, power: dict[str, Any]) -> str:
+    return (
+        f"{label}: {power['pairs']} pairs find a true gain of {power['detectable']:.3f} four times "
+        f"out of five; a gain of {power['effect']:g} needs {power['pairs_needed']} pairs"
+    )
 
 
 def _cells(label: str, family: str, row: dict[str, Any]) -> tuple[str, ...]:

@@ -6,7 +6,9 @@ Legend: N values, K clusters, R resamples.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +17,11 @@ from nestling.core.frozen import Frozen
 
 __all__ = [
     "Estimate",
+    "Power",
     "cluster_mean",
     "mean",
     "paired_difference",
+    "power",
     "sign_flip_p_value",
 ]
 
@@ -25,6 +29,8 @@ _EXACT_UP_TO = 14
 """Pairs up to which all 2^N sign patterns are tried."""
 _CHUNK = 2_000_000
 """Most random numbers held at once."""
+
+_Z_SUM = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
 
 Array = npt.NDArray[np.float64]
 
@@ -39,6 +45,8 @@ class Estimate(Frozen):
     """Values behind the mean."""
     p_value: float | None = None
     """Two-sided, for a difference against 0."""
+    sd: float | None = None
+    """Standard deviation of the differences per pair; None for fewer than two pairs."""
 
 
 def mean(
@@ -92,7 +100,42 @@ def paired_difference(
     if estimate is None:
         return None
     p_value = sign_flip_p_value(differences, seed=seed, resamples=resamples)
-    return estimate.model_copy(update={"p_value": p_value})
+    sd = float(np.std(differences, ddof=1)) if len(differences) > 1 else None
+    return estimate.model_copy(update={"p_value": p_value, "sd": sd})
+
+
+class Power(Frozen):
+    """What a paired comparison of this size can show."""
+
+    pairs: int
+    sd: float
+    """Standard deviation of the differences."""
+    detectable: float
+    """Smallest true difference that so many pairs find four times out of five."""
+    effect: float
+    pairs_needed: int
+    """Pairs that find a true difference of `effect` four times out of five."""
+
+
+def power(difference: Estimate, effect: float) -> Power | None:
+    """The power statement of a paired difference; None below two pairs.
+
+    Two-sided at 5 %, normal approximation: n = ((z_0.975 + z_0.8) sd / effect)^2, as for one sample
+    in Chow, Shao and Wang, Sample Size Calculations in Clinical Research.
+    Raises `ValueError` for an effect that is not above 0.
+    """
+    if effect <= 0:
+        raise ValueError(f"an effect of {effect} cannot be looked for; expected more than 0")
+    if difference.sd is None:
+        return None
+    reach = _Z_SUM * difference.sd
+    return Power(
+        pairs=difference.n,
+        sd=difference.sd,
+        detectable=reach / math.sqrt(difference.n),
+        effect=effect,
+        pairs_needed=max(2, math.ceil((reach / effect) ** 2)),
+    )
 
 
 def sign_flip_p_value(
