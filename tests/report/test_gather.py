@@ -210,15 +210,18 @@ def test_gpu_minutes_and_open_reservations(tmp_path):
     folder = RunDir.create(tmp_path / "gpu")
     with RunStore(folder.database) as store:
         for name, machine in (("a", "h200"), ("b", "cpu-core"), ("c", "h200")):
-            store.money.reserve(
-                Reservation(id=name, microusd=500_000, machine=machine, day="2030-01-01"), {}
+            money = Reservation(
+                id=name, microusd=500_000, machine=machine, day="2030-01-01", family="ledger"
             )
+            store.money.reserve(money, {})
         store.money.settle("a", 250_000, 90.0)
         store.money.settle("b", 10_000, 60.0)
     data = gather(folder.root)
     assert data.gpu_minutes == pytest.approx(1.5)
     assert data.usd == pytest.approx(0.26)
     assert data.usd_reserved == pytest.approx(0.5)
+    assert [(cost.family, cost.tries) for cost in data.family_costs] == [("ledger", 2)]
+    assert data.family_costs[0].usd == pytest.approx(0.26)
 
 
 def test_empty_run_has_nothing_but_says_so(tmp_path):

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from nestling.agent.reward import RewardKind, RewardWeights
 from nestling.core.errors import StoreError
 from nestling.core.rundir import RunDir
+from nestling.fleet.accounting import added_up
 from nestling.outer.store_log import step_reports, sweeps
 from nestling.report.bases import best_untrained, better_bases
 from nestling.report.episode_rows import episode_rows
@@ -99,6 +100,7 @@ def _gather(folder: RunDir, store: RunStore, memory: RowMemory) -> RunData:
         running_episodes=len(store.episodes.all(state="running")),
         failed_episodes=len(store.episodes.all(state="failed")),
         costs=costs,
+        family_costs=tuple(added_up(store.money.spending(), "family")),
         usd=total.spent_microusd / 1e6 if costs else _usd_of_outcomes(jobs),
         usd_reserved=total.reserved_microusd / 1e6,
         headline=headline(

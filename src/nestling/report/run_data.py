@@ -10,6 +10,7 @@ from nestling.agent.reward import RewardKind, RewardWeights
 from nestling.outer.stats import Estimate
 from nestling.outer.step_report import StepReport
 from nestling.outer.sweep_report import Sweep
+from nestling.store.money import Spending
 
 __all__ = [
     "EpisodeRow",
@@ -249,6 +250,8 @@ class RunData:
     failed_episodes: int
     """Broken by the machinery."""
     costs: tuple[MachineCost, ...]
+    family_costs: tuple[Spending, ...]
+    """Money and time by family, machines and kinds of job added up."""
     usd: float | None
     usd_reserved: float
     headline: Headline
