@@ -32,9 +32,10 @@ from nestling.jobs.probe_env import EnvOpener, JailedOpener
 from nestling.jobs.probe_faults import fault_problem
 from nestling.jobs.probe_policies import ORACLE, Lesson, lesson_of, most_common_answer
 from nestling.jobs.probe_report import Predicted, ProbeReport, StageReport
-from nestling.jobs.probe_rubric import Play, play_policies, rubric_problems
+from nestling.jobs.probe_rubric import rubric_problems
 from nestling.jobs.probe_static import static_problems
 from nestling.jobs.rollout_env import RolloutEnv, Row
+from nestling.jobs.scripted_rollouts import Play, play_policies
 
 if TYPE_CHECKING:
     from nestling.engine.model import Model
@@ -47,6 +48,7 @@ __all__ = [
     "ProbeOptions",
     "ProbeReport",
     "StageReport",
+    "played_rows",
     "probe",
 ]
 
@@ -106,6 +108,11 @@ def probe(
     """
     run = _Probe(bundle, get(family), model, options or ProbeOptions())
     return run.run(env_opener or JailedOpener())
+
+
+def played_rows(count: int) -> list[int]:
+    """Which of `count` rows the scripted policies play."""
+    return [i * count // PLAYED_ROWS for i in range(PLAYED_ROWS)]
 
 
 class _Probe:
@@ -212,8 +219,7 @@ class _Probe:
     def _label_problems(self) -> list[Problem]:
         """Solve a few rows; their labels must be what their own tools lead to."""
         common = most_common_answer(self._rows)
-        step = len(self._rows) / PLAYED_ROWS
-        chosen = [self._rows[int(i * step)] for i in range(PLAYED_ROWS)]
+        chosen = [self._rows[index] for index in played_rows(len(self._rows))]
         self._lessons = [
             lesson_of(row, self._family, (), common, derive_seed(self._options.seed, row.index))
             for row in chosen

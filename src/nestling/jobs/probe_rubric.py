@@ -1,126 +1,27 @@
-"""Play scripted policies through a job's own rows, tools and rewards, and judge the rubric."""
+"""Judge a rubric and its tools by what scripted policies met."""
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from nestling.core.errors import Problem
-from nestling.jobs.probe_policies import ORACLE, POLICIES, Lesson, Script
-from nestling.jobs.rollout_env import CallRequest, FinalRequest, RolloutEnv, ScoreRecord
+from nestling.jobs.probe_policies import ORACLE
+from nestling.jobs.scripted_rollouts import Play
 
-__all__ = ["HIGHEST_REWARD", "LOWEST_REWARD", "Play", "play_policies", "rubric_problems"]
+__all__ = ["HIGHEST_REWARD", "LOWEST_REWARD", "SAME_REWARD", "rubric_problems", "same_replies"]
 
 LOWEST_REWARD: Final = -10.0
 HIGHEST_REWARD: Final = 10.0
 
+SAME_REWARD: Final = 1e-9
+"""Rewards closer than this are the same."""
+
 _FRAMEWORK_PREFIX: Final = re.compile(r"^TaskError: task \w+ scoring: ")
-_SAME: Final = 1e-9
+_ADDRESS: Final = re.compile(r"0x[0-9a-f]{6,}")
 _MARGIN: Final = 0.01
 """Share of the whole spread by which the right answer must lead."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Play:
-    """One policy on one row."""
-
-    policy: str
-    row: int
-    score: ScoreRecord
-    num_turns: int
-    num_chars: int
-    """Everything the rollout held: prompts, turns and replies."""
-    turn_chars: int
-    """What the policy wrote."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Running:
-    """A rollout in progress."""
-
-    key: tuple[str, int]
-    script: Script
-    rollout_id: int
-    num_chars: int
-    turn_chars: int = 0
-    num_turns: int = 1
-    call: CallRequest | None = None
-    final: str = ""
-
-    def advance(self, reply: str | None, *, first: bool = False) -> None:
-        """Send a reply to the script and keep what it does next."""
-        try:
-            name, arguments, text = next(self.script) if first else self.script.send(reply or "")
-        except StopIteration as stop:
-            self.call, self.final = None, str(stop.value)
-            self._wrote(self.final)
-            return
-        self.call = CallRequest(
-            rollout_id=self.rollout_id, text=text, name=name, arguments=arguments
-        )
-        self.num_turns += 1
-        self._wrote(text)
-
-    def _wrote(self, text: str) -> None:
-        self.turn_chars += len(text)
-        self.num_chars += len(text)
-
-
-def play_policies(
-    env: RolloutEnv, lessons: Sequence[Lesson], *, order: random.Random | None = None
-) -> dict[tuple[str, int], Play]:
-    """Every policy on every row, all at once in lock-step; `order` shuffles starts and scoring.
-
-    Raises:
-        JailError: from the environment.
-    """
-    jobs = [(policy, lesson) for lesson in lessons for policy in POLICIES]
-    if order is not None:
-        order.shuffle(jobs)
-    starts = env.reset([lesson.row.index for _, lesson in jobs])
-    running = []
-    for (policy, lesson), start in zip(jobs, starts, strict=True):
-        one = _Running(
-            key=(policy, lesson.row.index),
-            script=POLICIES[policy](lesson),
-            rollout_id=start.rollout_id,
-            num_chars=len(start.prompt) + len(start.system_prompt),
-        )
-        one.advance(None, first=True)
-        running.append(one)
-    _play_calls(env, running)
-    if order is not None:
-        order.shuffle(running)
-    finals = [
-        FinalRequest(rollout_id=one.rollout_id, text=one.final, stop="done") for one in running
-    ]
-    return {
-        one.key: Play(
-            policy=one.key[0],
-            row=one.key[1],
-            score=score,
-            num_turns=one.num_turns,
-            num_chars=one.num_chars,
-            turn_chars=one.turn_chars,
-        )
-        for one, score in zip(running, env.score(finals), strict=True)
-    }
-
-
-def _play_calls(env: RolloutEnv, running: Sequence[_Running]) -> None:
-    waiting = [one for one in running if one.call is not None]
-    while waiting:
-        replies = env.step([one.call for one in waiting if one.call is not None])
-        for one, reply in zip(waiting, replies, strict=True):
-            if reply is None:
-                one.call, one.final = None, ""
-                continue
-            one.num_chars += len(reply)
-            one.advance(reply)
-        waiting = [one for one in waiting if one.call is not None]
 
 
 def rubric_problems(
@@ -151,7 +52,7 @@ def rubric_problems(
                 "scale it down",
             )
         )
-    if any(abs(plays[key].score.reward - again[key].score.reward) > _SAME for key in plays):
+    if any(abs(plays[key].score.reward - again[key].score.reward) > SAME_REWARD for key in plays):
         problems.append(
             _rubric(
                 "order",
@@ -160,9 +61,18 @@ def rubric_problems(
                 "keep no state outside trace.state",
             )
         )
+    elif not all(same_replies(plays[key].replies, again[key].replies) for key in plays):
+        problems.append(
+            _rubric(
+                "replies",
+                "the same tool calls got other answers in another order",
+                "tools that depend on their own rollout alone",
+                "keep no state outside trace.state",
+            )
+        )
     rewards = [record.reward for record in records]
     spread = max(rewards) - min(rewards)
-    if spread <= _SAME:
+    if spread <= SAME_REWARD:
         problems.append(
             _rubric(
                 "constant",
@@ -174,6 +84,15 @@ def rubric_problems(
     elif has_oracle:
         problems += _ranking_problems(plays, spread)
     return problems
+
+
+def same_replies(replies: Sequence[str | None], others: Sequence[str | None]) -> bool:
+    """Whether tools answered alike; where objects lie in memory does not count."""
+    return [_plain(text) for text in replies] == [_plain(text) for text in others]
+
+
+def _plain(text: str | None) -> str | None:
+    return None if text is None else _ADDRESS.sub("0x", text)
 
 
 def _ranking_problems(plays: Mapping[tuple[str, int], Play], spread: float) -> list[Problem]:

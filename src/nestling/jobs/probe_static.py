@@ -177,6 +177,7 @@ def _tree_problems(path: str, tree: ast.Module) -> Iterator[tuple[int, Problem]]
         yield from ((line, problem) for problem in _word_problems(place, node))
         yield from ((line, problem) for problem in _patch_problems(place, node, modules))
         yield from ((line, problem) for problem in _reward_problems(place, node))
+        yield from ((line, problem) for problem in _chance_problems(place, node))
 
 
 def _imports(node: ast.AST) -> list[str]:
@@ -251,6 +252,21 @@ def _reward_problems(place: str, node: ast.AST) -> Iterator[Problem]:
                 "async def",
                 f"write async def {node.name[:30]}",
             )
+
+
+def _chance_problems(place: str, node: ast.AST) -> Iterator[Problem]:
+    """A generator that starts elsewhere each time: other rows in training than in the probe."""
+    if not isinstance(node, ast.Call):
+        return
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    name = node.func.id if isinstance(node.func, ast.Name) else name
+    if name == "SystemRandom" or (name == "Random" and not node.args and not node.keywords):
+        yield _static(
+            "unseeded",
+            f"{place}: {name}() has no seed",
+            "the same rows at every start",
+            "use random.Random(self.config.seed)",
+        )
 
 
 def _export_problems(tree: ast.Module) -> list[Problem]:
