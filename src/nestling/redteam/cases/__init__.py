@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nestling.redteam.case import Case
 from nestling.redteam.cases import (
+    changing,
     crosstalk,
     episodes,
     escape,
@@ -29,6 +30,7 @@ ALL: tuple[Case, ...] = tuple(
         no_teaching,
         leakage,
         rewards,
+        changing,
         tampering,
         substitution,
         protocol,
