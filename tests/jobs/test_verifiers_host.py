@@ -157,10 +157,7 @@ async def reference(task: Any, script: tuple[list[CallRequest], FinalRequest], a
             commit(AssistantMessage(content=final.text), final, "stop")
             trace.stop("agent_completed")
         else:
-            if calls:  # the last tool message reaches the graph with the next turn only
-                parent = len(trace.nodes) - 1
-                trace.nodes.append(graph.MessageNode(parent=parent, message=messages[-1]))
-            else:
+            if not calls:
                 trace.nodes += [
                     graph.MessageNode(message=messages[0]),
                     graph.MessageNode(parent=0, message=messages[1]),

@@ -385,6 +385,8 @@ class _Rollout:
     trace: Any
     toolsets: list[Any]
     num_calls: int = 0
+    unread: Foreign = None
+    """The answer to the last call: part of the trace once the model has spoken again."""
     stop_hooks: list[Callable[..., Any]] | None = None
 
     def add_node(self, message: Foreign, *, sampled: bool = False) -> None:
@@ -395,6 +397,9 @@ class _Rollout:
     def add_turn(
         self, message: Foreign, finish_reason: str, request: CallRequest | FinalRequest
     ) -> None:
+        if self.unread is not None:
+            self.add_node(self.unread)
+            self.unread = None
         self.add_node(message, sampled=True)
         usage = Usage(
             prompt_tokens=request.prompt_tokens, completion_tokens=request.completion_tokens
@@ -419,7 +424,7 @@ class _Rollout:
             tool_call = ToolCall(id=call_id, name=call.name, arguments=arguments)
             message = AssistantMessage(content=before or None, tool_calls=[tool_call])
             self.add_turn(message, "tool_calls", call)
-        self.add_node(ToolMessage(tool_call_id=call_id, name=call.name or None, content=answer))
+        self.unread = ToolMessage(tool_call_id=call_id, name=call.name or None, content=answer)
 
     def add_final(self, final: FinalRequest) -> None:
         stopped = self.trace.stop_condition is not None
