@@ -102,7 +102,7 @@ async def open_agent(
             yield ask
         return
     if spec.folder is None:
-        policy = reference_policy(spec.label)
+        policy = reference_policy(spec.label, config)
 
         async def play(plan: EpisodePlan) -> EpisodeResult:
             task = episode_task(config, plan)

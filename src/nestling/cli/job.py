@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -130,6 +131,8 @@ def show(folder: Path, as_json: bool) -> int:
     click.echo(f"job         {bundle.job_hash}")
     click.echo(f"base_model  {manifest.base_model}")
     click.echo(f"rollouts    {values['max_steps'] * values['batch_size']}")
+    for key, value in (manifest.sft.model_dump() if manifest.sft else {}).items():
+        click.echo(f"sft.{key}  {value!r}")
     for key, value in manifest.env.items():
         click.echo(f"env.{key}  {value!r}")
     click.echo("")
@@ -146,6 +149,7 @@ def show(folder: Path, as_json: bool) -> int:
                 "prime_rl": values,
                 "explicit_keys": sorted(own),
                 "env": dict(manifest.env),
+                "sft": manifest.sft.model_dump() if manifest.sft else None,
                 "files": {path: len(data) for path, data in bundle.files.items()},
             }
         )
@@ -228,7 +232,7 @@ def _run(
         report = room.check(bundle, family)
         if not report.ok:
             return report, bundle
-        steps = bundle.manifest().prime_rl.max_steps
+        steps = bundle.manifest(room.context.bounds).prime_rl.max_steps
         expected = f", about {report.predicted.cpu_s:.0f} CPU s" if report.predicted else ""
         say(f"accepted in {report.seconds:.1f} s; training {steps} steps{expected}")
         return room.run(bundle, family, lambda step: _say_step(step, steps))
@@ -257,16 +261,16 @@ def _require_job_folder(folder: Path) -> None:
 
 
 def _manifest(bundle: Bundle) -> JobManifest:
-    """By the bounds of small models, or else of large ones; errors are those of the small ones."""
-    from nestling.jobs.bounds import LARGE
+    """By the bounds of small models, else of open or large ones; errors are those of the small ones."""
+    from nestling.jobs.bounds import LARGE, OPEN
 
     try:
         return bundle.manifest()
-    except JobRejectedError as small:
-        try:
-            return bundle.manifest(LARGE)
-        except JobRejectedError:
-            raise small from None
+    except JobRejectedError:
+        for bounds in (OPEN, LARGE):
+            with contextlib.suppress(JobRejectedError):
+                return bundle.manifest(bounds)
+        raise
 
 
 def _family_of(folder: Path, given: str | None) -> str:
@@ -310,6 +314,12 @@ def _print_outcome(outcome: Outcome, keep_model: Path | None) -> None:
     click.echo(f"{outcome.family} on {outcome.base_model}: {outcome.status}")
     if outcome.status != "succeeded":
         click.echo(f"{outcome.reason}: {outcome.detail}")
+    if outcome.warm_up is not None:
+        warm = outcome.warm_up
+        click.echo(
+            f"warm-up     loss {warm.first_loss:.3f} to {warm.last_loss:.3f} in {warm.steps} steps "
+            f"on {warm.examples} worked examples, {warm.cpu_s:.1f} CPU s"
+        )
     if outcome.pre is not None:
         click.echo(f"untrained   {outcome.pre:.3f} (best base {outcome.best_pre:.3f})")
     if outcome.post is not None and outcome.uplift is not None and outcome.uplift_ci is not None:
@@ -359,7 +369,7 @@ def _rejected_json(report: ProbeReport, family: str, bundle: Bundle | None) -> d
 
 def _base_model(bundle: Bundle | None) -> str:
     try:
-        return bundle.manifest().base_model if bundle else ""
+        return _manifest(bundle).base_model if bundle else ""
     except JobRejectedError:
         return ""
 

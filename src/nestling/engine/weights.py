@@ -23,6 +23,9 @@ from nestling.engine.config import ModelConfig
 __all__ = ["Part", "Slot", "Weights", "layout", "num_parameters", "parts", "split_views"]
 
 
+_SUM_PIECE = 2**22
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
     """One named tensor inside the flat vector."""
@@ -223,6 +226,18 @@ class Weights:
         if not 0 <= index < self.num_jobs:
             raise ConfigError(f"job {index} does not exist; this stack holds {self.num_jobs}")
         return Weights(self.config, self.flat[index : index + 1])
+
+    def distance(self, other: Weights) -> float:
+        """Euclidean norm of the difference, summed in float64 piece by piece; one device, any J."""
+        total = 0.0
+        pairs = zip(
+            self.flat.detach().flatten().split(_SUM_PIECE),  # type: ignore[no-untyped-call]
+            other.flat.detach().flatten().split(_SUM_PIECE),  # type: ignore[no-untyped-call]
+            strict=True,
+        )
+        for ours, theirs in pairs:
+            total += float((ours.double() - theirs.double()).square().sum())
+        return math.sqrt(total)
 
     def content_hash(self, job: int = 0) -> str:
         """SHA-256 of one job's config and float32 little-endian values."""

@@ -23,6 +23,7 @@ from nestling.fleet.handlers import StageSeconds, pack_bundle
 from nestling.fleet.predict import JobShape, Predictor
 from nestling.fleet.queue import CANCELLED, JobQueue
 from nestling.fleet.watch import JobWatch
+from nestling.jobs.bounds import SMALL, Bounds
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.outcome import Outcome, OutcomeStatus
 from nestling.jobs.probe_report import ProbeReport
@@ -44,6 +45,8 @@ class RunnerSettings:
     identity: Mapping[str, Any]
     """Everything beside bundle and family that changes a result: trainer, seeds, bases. JSON."""
     deadlines: StageSeconds = field(default_factory=StageSeconds)
+    bounds: Bounds = SMALL
+    """Which settings a job may use."""
     max_tries: int = 3
     lane: str = "cpu"
     machine: str = "cpu-core"
@@ -113,7 +116,7 @@ class FleetRunner:
         shape = await self._shape(bundle, family)
         record = await self._do("run", bundle, family, await self._predicted_s(shape))
         if record.state == "failed":
-            return _failed_outcome(record, bundle, family)
+            return _failed_outcome(record, bundle, family, self._settings.bounds)
         outcome = Outcome.model_validate(record.result)
         if shape is not None and outcome.status == "succeeded":
             await self._remember(record, shape)
@@ -132,7 +135,7 @@ class FleetRunner:
     async def _shape(self, bundle: Bundle, family: str) -> JobShape | None:
         """What is known of a job before it runs; None for one that cannot be read."""
         try:
-            manifest = bundle.manifest()
+            manifest = bundle.manifest(self._settings.bounds)
         except JobRejectedError:
             return None
         key = _reuse_key("check", _payload(bundle, family), self._settings.identity)
@@ -276,9 +279,9 @@ def _budget(text: str) -> Problem:
     )
 
 
-def _failed_outcome(record: JobRecord, bundle: Bundle, family: str) -> Outcome:
+def _failed_outcome(record: JobRecord, bundle: Bundle, family: str, bounds: Bounds) -> Outcome:
     try:
-        base_model = bundle.manifest().base_model
+        base_model = bundle.manifest(bounds).base_model
     except JobRejectedError:
         base_model = ""
     statuses: dict[str, OutcomeStatus] = {"lost": "lost", "timed_out": "timed_out"}

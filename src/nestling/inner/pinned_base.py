@@ -55,13 +55,12 @@ class PinnedBase:
 
     def delta_norm(self, model: Model) -> float:
         """Euclidean norm of `model` minus this base, in float64."""
-        difference = model.weights.flat.double() - self.model.weights.flat.double()
-        return float(difference.norm())
+        return model.weights.distance(self.model.weights)
 
 
 def _specs(folder: Path, wanted: set[str]) -> dict[str, TensorSpec]:
     """What the base's files say of each tensor; a tied output layer that is stored again is left out."""
-    found = {}
+    found: dict[str, TensorSpec] = {}
     for link in sorted(folder.glob("*.safetensors")):
         path = link.resolve()  # a hub's cache is made of links; a trained folder may hold none
         data = read_weights_file(path.parent, max_bytes=_MAX_BASE_BYTES, name=path.name)

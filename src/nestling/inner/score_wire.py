@@ -32,6 +32,8 @@ class Start(Frozen):
     """File of the eval secret; read by the scorer alone."""
     bases: dict[str, str]
     """Name to folder of every pinned base model."""
+    device: str = "cpu"
+    """Where the scorer samples."""
 
 
 class ScoreRequest(Frozen):

@@ -40,7 +40,8 @@ def main() -> None:
         return
     from nestling.inner.scoring import Scoring  # takes seconds, so a wrong secret is told first
 
-    scoring = Scoring(secret, {name: Path(folder) for name, folder in start.bases.items()})
+    folders = {name: Path(folder) for name, folder in start.bases.items()}
+    scoring = Scoring(secret, folders, device=start.device)
     _send(replies, scoring.ready())
     while line := requests.readline(MAX_LINE_BYTES):
         request = REQUEST.validate_json(line)

@@ -12,6 +12,7 @@ import platform
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from nestling.core.errors import ConfigError
@@ -19,7 +20,7 @@ from nestling.core.seeds import derive_seed
 from nestling.engine.checkpoint import Model
 from nestling.families import registry
 from nestling.families.hidden_taskset import hidden_taskset
-from nestling.families.item_play import EVAL_SAMPLING
+from nestling.families.item_play import EVAL_SAMPLING, EVAL_SAMPLING_OPEN, eval_sampling
 from nestling.families.splits import HIDDEN, EvalSecret, commitment, hidden_items
 from nestling.inner.pinned_base import PinnedBase
 from nestling.inner.score_wire import Ready, ScoreReply, ScoreRequest
@@ -32,9 +33,12 @@ __all__ = ["Scoring"]
 class Scoring:
     """Everything that stays loaded between requests."""
 
-    def __init__(self, secret: EvalSecret, bases: Mapping[str, Path]) -> None:
+    def __init__(
+        self, secret: EvalSecret, bases: Mapping[str, Path], *, device: str = "cpu"
+    ) -> None:
         self._secret = secret
         self._folders = dict(bases)
+        self._device = device
         self._base = functools.cache(self._load_base)
 
     def ready(self) -> Ready:
@@ -78,7 +82,9 @@ class Scoring:
         ]
         host = VerifiersHost(hidden_taskset(family, items))
         try:
-            rollouts = play_env(model, host, range(request.n), seeds, EVAL_SAMPLING)
+            placed = replace(model, weights=model.weights.to(self._device))
+            sampling = eval_sampling(model.tokenizer)
+            rollouts = play_env(placed, host, range(request.n), seeds, sampling)
         finally:
             host.close()
         return tuple(rollout.score.reward == 1.0 for rollout in rollouts)
@@ -86,7 +92,7 @@ class Scoring:
 
 def _fingerprint() -> str:
     """Settings, our own code, the libraries and the processor: all that may change a score."""
-    digest = hashlib.sha256(repr(EVAL_SAMPLING).encode())
+    digest = hashlib.sha256(repr((EVAL_SAMPLING, EVAL_SAMPLING_OPEN)).encode())
     package = Path(sys.modules["nestling"].__file__ or "").parent
     for part in ("core", "engine", "families", "jobs", "inner"):
         for path in sorted((package / part).rglob("*.py")):

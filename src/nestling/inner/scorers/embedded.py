@@ -48,6 +48,7 @@ class EmbeddedScorer:
         *,
         secret_path: Path,
         bases: Mapping[str, Path],
+        device: str = "cpu",
         start_wall_s: float = 120.0,
         score_wall_s: float = 120.0,
         clock: Clock | None = None,
@@ -55,6 +56,7 @@ class EmbeddedScorer:
         self._start_message = Start(
             secret_path=str(secret_path.absolute()),
             bases={name: str(folder.absolute()) for name, folder in bases.items()},
+            device=device,
         )
         self._start_wall_s = start_wall_s
         self._score_wall_s = score_wall_s

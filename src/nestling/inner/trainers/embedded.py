@@ -18,13 +18,14 @@ from nestling.core.clock import Clock, SystemClock
 from nestling.core.errors import JailError, JobFailedError
 from nestling.core.seeds import derive_seed, stream
 from nestling.engine.checkpoint import Model, load_model, save_model
-from nestling.engine.learn import PolicyTrainer, TrainRow
+from nestling.engine.learn import LossStats, PolicyTrainer, StepStats, TrainRow
 from nestling.inner.cpu_time import CpuMeter
 from nestling.inner.guarded_env import Deadline, GuardedEnv
 from nestling.inner.job_env import JobEnvOpener
 from nestling.inner.row_sampler import RowSampler
 from nestling.inner.train_settings import Grouping, learner_for, rate_at, sampling_for
 from nestling.inner.trainer import StepLog, TrainRequest, TrainResult
+from nestling.inner.warm_up import warm_up
 from nestling.jobs.env_client import EnvStarter
 from nestling.jobs.jail import Jail, JailLimits
 from nestling.jobs.leaks import LeakIndex
@@ -53,9 +54,11 @@ class EmbeddedTrainer:
         env_limits: JailLimits | None = None,
         leaks: Callable[[str], LeakIndex | None] | None = None,
         spot_seed: int | None = None,
+        device: str = "cpu",
         clock: Clock | None = None,
     ) -> None:
         """See `JobEnvOpener` for `leaks` and `spot_seed`; without them nothing is searched or compared."""
+        self._device = device
         self._clock = clock or SystemClock()
         self._open_env = JobEnvOpener(
             jail=jail,
@@ -70,27 +73,32 @@ class EmbeddedTrainer:
         """See `Trainer.train`."""
         meter = CpuMeter()
         deadline = Deadline(self._clock, request.limits.wall_s, "train.timeout")
-        model = load_model(request.base_folder)
+        model = load_model(request.base_folder, self._device)
         base = model.weights.clone()
         try:
             with closing(self._open_env(request)) as env:
                 guarded = GuardedEnv(
                     env, deadline, model.tokenizer, request.manifest.prime_rl.seq_len
                 )
-                steps = _Course(request, model, guarded, deadline).run(log)
+                course = _Course(request, model, guarded, deadline)
+                warmed = warm_up(
+                    request, model.tokenizer, guarded, course.supervise, deadline.check
+                )
+                steps = course.run(log)
         except JailError as error:
             raise JobFailedError(env_reason(error), error.detail) from error
         trained = model.weights if model.lora is None else model.lora.merged(model.weights)
         if not bool(trained.flat.isfinite().all()):
             raise JobFailedError("train.diverged", _DIVERGED)
         save_model(request.out_folder, model)
-        difference = trained.flat.double() - base.flat.double()
+        base_hash, moved = base.content_hash(), base.distance(trained)
         return TrainResult(
             model_folder=request.out_folder,
             steps=steps,
-            base_hash=base.content_hash(),
+            base_hash=base_hash,
             final_hash=trained.content_hash(),
-            delta_norm=float(difference.norm()),
+            delta_norm=moved,
+            warm_up=warmed,
             cpu_s=meter.elapsed_s(),
         )
 
@@ -135,6 +143,10 @@ class _Course:
             self._deadline.check()
             log(steps[-1])
         return steps
+
+    def supervise(self, rows: Sequence[TrainRow], rate: float) -> tuple[LossStats, StepStats]:
+        """One step on rows with cross-entropy weights."""
+        return self._learner.forward_backward(rows), self._learner.optim_step(rate)
 
     def _step(self, step: int) -> StepRecord:
         meter, table = CpuMeter(), self._table
