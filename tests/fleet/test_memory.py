@@ -86,7 +86,7 @@ async def test_short_machine_holds_jobs_back_but_always_runs_one(
         await until(lambda: not room.provider.guard.has_room)
         started = [tmp_path / name for name in "ab"]
         for number, path in enumerate(started):
-            payload = {"started": str(path), "seconds": 60}
+            payload = {"started": str(path), "seconds": 600}
             room.queue.enqueue(NewJob(id=f"j{number}", kind="sleep", payload=payload))
         await until(lambda: room.store.jobs.counts()["running"] == 1)
         for _ in range(20):  # the idle worker is asked again and again
