@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from nestling.cli.run import command
 from nestling.config import RunConfig, load_recipe
 from nestling.fleet.accounting import added_up
 from nestling.fleet.budget import load_prices
@@ -79,6 +81,21 @@ def test_past_jobs_of_the_machine_type_give_the_expectation(state: Path) -> None
     assert (plan.expected.seconds, plan.expected.num_jobs) == (25.0, 4)
     assert plan.expected_s == pytest.approx(plan.num_run_jobs * 25.0 / 3)
     assert json.loads(json.dumps(plan.as_json()))["expected_usd"] == plan.expected_usd
+
+
+def test_dry_run_prints_plan_and_ceiling_and_starts_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = CliRunner().invoke(
+        command,
+        ["--dry-run", "--json", "--out", str(out), "--set", "budget.day_usd=2"],
+        standalone_mode=False,
+    )
+    assert done.exit_code == 0
+    assert "# caps: day_usd 2" in done.stdout
+    assert "# ceiling: " in done.stdout
+    shown = json.loads(done.stdout.splitlines()[-1])
+    assert shown["plan"]["ceiling_usd"] > 0
+    assert not out.exists()
 
 
 def test_spending_by_machine_and_family(tmp_path: Path) -> None:
