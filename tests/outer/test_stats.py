@@ -75,5 +75,8 @@ def test_power_statement_is_kept_by_simulated_comparisons():
 def test_power_needs_pairs_and_an_effect():
     single = stats.paired_difference([0.1], [0.0], seed=0)
     assert stats.power(single, 0.05) is None
+    equal = stats.paired_difference([0.5] * 20, [0.1] * 20, seed=0)
+    assert equal.sd == pytest.approx(0, abs=1e-12)
+    assert stats.power(stats.paired_difference([1.0] * 20, [0.0] * 20, seed=0), 0.05) is None
     with pytest.raises(ValueError, match="more than 0"):
         stats.power(single, 0.0)

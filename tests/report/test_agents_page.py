@@ -14,7 +14,7 @@ from nestling.store import GroupCommit, RunStore
 
 from .conftest import episode
 
-CONFIG = HeldOutConfig(episodes=6, resamples=200)
+CONFIG = HeldOutConfig(episodes=8, resamples=200)
 
 
 async def _found(folder, families=("ledger", "dispatch")):

@@ -30,6 +30,7 @@ _EXACT_UP_TO = 14
 _CHUNK = 2_000_000
 """Most random numbers held at once."""
 
+_PAIRS_FOR_POWER = 8
 _Z_SUM = NormalDist().inv_cdf(0.975) + NormalDist().inv_cdf(0.8)
 
 Array = npt.NDArray[np.float64]
@@ -118,7 +119,9 @@ class Power(Frozen):
 
 
 def power(difference: Estimate, effect: float) -> Power | None:
-    """The power statement of a paired difference; None below two pairs.
+    """The power statement of a paired difference; None while its spread is not known.
+
+    That takes eight pairs that are not all equal.
 
     Two-sided at 5 %, normal approximation: n = ((z_0.975 + z_0.8) sd / effect)^2, as for one sample
     in Chow, Shao and Wang, Sample Size Calculations in Clinical Research.
@@ -126,7 +129,7 @@ def power(difference: Estimate, effect: float) -> Power | None:
     """
     if effect <= 0:
         raise ValueError(f"an effect of {effect} cannot be looked for; expected more than 0")
-    if difference.sd is None:
+    if not difference.sd or difference.n < _PAIRS_FOR_POWER:
         return None
     reach = _Z_SUM * difference.sd
     return Power(
