@@ -34,6 +34,8 @@ class Start(Frozen):
     """Name to folder of every pinned base model."""
     device: str = "cpu"
     """Where the scorer samples."""
+    stacks: tuple[str, ...] = ()
+    """Sockets of the stack processes that sample; none: the scorer samples itself."""
 
 
 class ScoreRequest(Frozen):

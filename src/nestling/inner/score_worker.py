@@ -41,7 +41,7 @@ def main() -> None:
     from nestling.inner.scoring import Scoring  # takes seconds, so a wrong secret is told first
 
     folders = {name: Path(folder) for name, folder in start.bases.items()}
-    scoring = Scoring(secret, folders, device=start.device)
+    scoring = Scoring(secret, folders, start.stacks, device=start.device)
     _send(replies, scoring.ready())
     while line := requests.readline(MAX_LINE_BYTES):
         request = REQUEST.validate_json(line)

@@ -11,7 +11,8 @@ import importlib.metadata
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from nestling.families.item_play import EVAL_SAMPLING, EVAL_SAMPLING_OPEN, eval_
 from nestling.families.splits import HIDDEN, EvalSecret, commitment, hidden_items
 from nestling.inner.pinned_base import PinnedBase
 from nestling.inner.score_wire import Ready, ScoreReply, ScoreRequest
-from nestling.jobs.rollouts import play_env
+from nestling.inner.stack_client import Stacks
+from nestling.jobs.rollouts import EnvResponder, play_env
 from nestling.jobs.verifiers_host import VerifiersHost
 
 __all__ = ["Scoring"]
@@ -34,9 +36,16 @@ class Scoring:
     """Everything that stays loaded between requests."""
 
     def __init__(
-        self, secret: EvalSecret, bases: Mapping[str, Path], *, device: str = "cpu"
+        self,
+        secret: EvalSecret,
+        bases: Mapping[str, Path],
+        stacks: Sequence[str] = (),
+        *,
+        device: str = "cpu",
     ) -> None:
+        """`stacks` are sockets of the stack processes that sample; without any, this process does."""
         self._secret = secret
+        self._stacks = Stacks(sockets=tuple(stacks)) if stacks else None
         self._folders = dict(bases)
         self._device = device
         self._base = functools.cache(self._load_base)
@@ -44,7 +53,7 @@ class Scoring:
     def ready(self) -> Ready:
         """What the parent may know."""
         return Ready(
-            fingerprint=_fingerprint(),
+            fingerprint=_fingerprint("" if self._stacks is None else self._stacks.fingerprint()),
             commitments={split: commitment(self._secret, split) for split in HIDDEN},
             cpu_s=time.process_time(),
         )
@@ -59,13 +68,13 @@ class Scoring:
         cpu_start_s = time.process_time()
         base = self._base(request.base)
         model = base.load_trained(Path(request.model_folder))
-        correct = self._play(model, request)
+        correct, device_s = self._play(model, request)
         return ScoreReply(
             correct=correct,
             base_digest=base.digest,
             weights_hash=model.weights.content_hash(),
             delta_norm=base.delta_norm(model),
-            cpu_s=time.process_time() - cpu_start_s,
+            cpu_s=time.process_time() - cpu_start_s + device_s,
         )
 
     def _load_base(self, name: str) -> PinnedBase:
@@ -73,7 +82,8 @@ class Scoring:
             raise ConfigError(f"no base model {name!r}; expected one of {sorted(self._folders)}")
         return PinnedBase(self._folders[name])
 
-    def _play(self, model: Model, request: ScoreRequest) -> tuple[bool, ...]:
+    def _play(self, model: Model, request: ScoreRequest) -> tuple[tuple[bool, ...], float]:
+        """Which items were solved, and seconds spent in a stack."""
         family = registry.get(request.family)
         items = hidden_items(family, request.split, request.n, self._secret)
         seeds = [
@@ -81,18 +91,40 @@ class Scoring:
             for index in range(request.n)
         ]
         host = VerifiersHost(hidden_taskset(family, items))
+        device_s = 0.0
         try:
-            placed = replace(model, weights=model.weights.to(self._device))
-            sampling = eval_sampling(model.tokenizer)
-            rollouts = play_env(placed, host, range(request.n), seeds, sampling)
+            if self._stacks is None:
+                placed = replace(model, weights=model.weights.to(self._device))
+                sampling = eval_sampling(model.tokenizer)
+                played = play_env(placed, host, range(request.n), seeds, sampling)
+                rewards = [one.score.reward for one in played]
+            else:
+                rewards, device_s = _play_stacked(self._stacks, model, request, host, seeds)
         finally:
             host.close()
-        return tuple(rollout.score.reward == 1.0 for rollout in rollouts)
+        return tuple(reward == 1.0 for reward in rewards), device_s
 
 
-def _fingerprint() -> str:
-    """Settings, our own code, the libraries and the processor: all that may change a score."""
-    digest = hashlib.sha256(repr((EVAL_SAMPLING, EVAL_SAMPLING_OPEN)).encode())
+def _play_stacked(
+    stacks: Stacks, model: Model, request: ScoreRequest, host: VerifiersHost, seeds: Sequence[int]
+) -> tuple[list[float], float]:
+    """The same play by a stack process, which gets the weights that were checked here."""
+    weights = model.weights.flat[0].numpy()
+    with closing(stacks.join_weights(request.base, weights, lambda: None)) as job:
+        responder = EnvResponder(host, model.tokenizer, range(request.n))
+        rollouts = job.play(
+            model.tokenizer,
+            responder.prompts,
+            seeds,
+            eval_sampling(model.tokenizer),
+            responder.respond,
+        )
+        return [score.reward for score in responder.score(rollouts)], job.busy_s
+
+
+def _fingerprint(stacks: str) -> str:
+    """Settings, our own code, the libraries, the processor and the stacks: all that may change a score."""
+    digest = hashlib.sha256(repr((EVAL_SAMPLING, EVAL_SAMPLING_OPEN)).encode() + stacks.encode())
     package = Path(sys.modules["nestling"].__file__ or "").parent
     for part in ("core", "engine", "families", "jobs", "inner"):
         for path in sorted((package / part).rglob("*.py")):

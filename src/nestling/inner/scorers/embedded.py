@@ -48,15 +48,18 @@ class EmbeddedScorer:
         *,
         secret_path: Path,
         bases: Mapping[str, Path],
+        stacks: tuple[str, ...] = (),
         device: str = "cpu",
         start_wall_s: float = 120.0,
         score_wall_s: float = 120.0,
         clock: Clock | None = None,
     ) -> None:
+        """`stacks`: sockets of stack processes, which sample in the scorer's stead."""
         self._start_message = Start(
             secret_path=str(secret_path.absolute()),
             bases={name: str(folder.absolute()) for name, folder in bases.items()},
             device=device,
+            stacks=stacks,
         )
         self._start_wall_s = start_wall_s
         self._score_wall_s = score_wall_s
