@@ -24,7 +24,7 @@ from nestling.report.samples import EpisodeDetail, pick_episodes, read_details
 from nestling.report.summary import summarise_run
 from nestling.report.verdicts import limits, state_line, verdicts
 
-__all__ = ["MAX_LISTED", "render_page", "write_report"]
+__all__ = ["MAX_LISTED", "environment", "render_page", "write_figures", "write_report"]
 
 MAX_LISTED = 400
 """Rows of the job and episode lists on the page; the CSV files have all of them."""
@@ -39,13 +39,14 @@ class _Shown:
     curve: Drawing | None
 
 
-def write_report(run_folder: Path, out: Path | None = None) -> Path:
+def write_report(run_folder: Path, out: Path | None = None, *, png: bool = False) -> Path:
     """Write the report of a run, finished or not; returns the page.
 
     Args:
         run_folder: holds run.db; it is only read, unless the report goes into it.
         out: the page; its folder also gets `figures/`, the CSV files and `summary.json`. None:
             `report/index.html` in the run folder.
+        png: write each figure as PNG too.
 
     Raises `StoreError` when there is no run, it is damaged, or the report cannot be written.
     """
@@ -56,9 +57,7 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     _write(folder / "summary.json", summarise_run(data).model_dump_json(indent=2) + "\n")
     details = read_details(run_folder, pick_episodes(data), data.weights)
     figures = draw_all(data)
-    for figure in figures:
-        _write(folder / "figures" / f"{figure.name}.svg", _standalone(figure))
-        _write(folder / "figures" / f"{figure.name}.csv", figure.table.csv())
+    write_figures(folder, figures, png=png)
     _write(folder / "steps.csv", step_listing(data).csv())
     _write(folder / "episodes.csv", episode_table(data).csv())
     _write(folder / "jobs.csv", job_table(data).csv())
@@ -66,16 +65,25 @@ def write_report(run_folder: Path, out: Path | None = None) -> Path:
     return page
 
 
-def render_page(data: RunData, figures: Sequence[Drawing], details: Sequence[EpisodeDetail]) -> str:
-    """The page as text."""
-    environment = Environment(
+def write_figures(folder: Path, figures: Sequence[Drawing], *, png: bool) -> None:
+    """Each figure and its numbers into `figures/` below a folder."""
+    for figure in figures:
+        _write(folder / "figures" / f"{figure.name}.svg", _standalone(figure))
+        _write(folder / "figures" / f"{figure.name}.csv", figure.table.csv())
+        if png:
+            write_atomic(folder / "figures" / f"{figure.name}.png", figure.png())
+
+
+def environment() -> Environment:
+    """Templates that escape by default, with the filters of `shown`."""
+    made = Environment(
         loader=PackageLoader("nestling.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
+    made.filters.update(
         number=shown.number,
         percent=shown.percent,
         estimate=shown.estimate,
@@ -84,34 +92,43 @@ def render_page(data: RunData, figures: Sequence[Drawing], details: Sequence[Epi
         usd=shown.usd,
         visible=shown.visible,
     )
+    return made
+
+
+def render_page(data: RunData, figures: Sequence[Drawing], details: Sequence[EpisodeDetail]) -> str:
+    """The page as text."""
     episodes = [
         _Shown(anchor=f"full-{index}", detail=detail, curve=_curve(detail, index))
         for index, detail in enumerate(details, start=1)
     ]
-    return environment.get_template("page.html").render(
-        data=data,
-        info=data.info,
-        head=data.headline,
-        figures=figures,
-        pictures={figure.name: Markup(figure.inline) for figure in figures},  # noqa: S704 (ours)
-        state=state_line(data),
-        verdicts=verdicts(data),
-        limits=limits(data),
-        formula=formula_lines(data.weights, data.reward_kind),
-        config=list(flatten(data.info.config)),
-        shown=episodes,
-        curves={
-            one.anchor: Markup(one.curve.inline)  # noqa: S704 (ours)
-            for one in episodes
-            if one.curve is not None
-        },
-        anchors={one.detail.pick.row.id: one.anchor for one in episodes},
-        scopes={
-            step: held_out_scope(sweep, data.training_families)
-            for step, sweep in data.sweeps.items()
-        },
-        max_listed=MAX_LISTED,
-        version=__version__,
+    return (
+        environment()
+        .get_template("page.html")
+        .render(
+            data=data,
+            info=data.info,
+            head=data.headline,
+            figures=figures,
+            pictures={figure.name: Markup(figure.inline) for figure in figures},  # noqa: S704 (ours)
+            state=state_line(data),
+            verdicts=verdicts(data),
+            limits=limits(data),
+            formula=formula_lines(data.weights, data.reward_kind),
+            config=list(flatten(data.info.config)),
+            shown=episodes,
+            curves={
+                one.anchor: Markup(one.curve.inline)  # noqa: S704 (ours)
+                for one in episodes
+                if one.curve is not None
+            },
+            anchors={one.detail.pick.row.id: one.anchor for one in episodes},
+            scopes={
+                step: held_out_scope(sweep, data.training_families)
+                for step, sweep in data.sweeps.items()
+            },
+            max_listed=MAX_LISTED,
+            version=__version__,
+        )
     )
 
 

@@ -11,7 +11,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import matplotlib as mpl
@@ -52,6 +52,9 @@ WIDTH_IN, HEIGHT_IN = 6.4, 3.3
 
 _INK = "#010203"
 """Stands for the colour of the surrounding text until the drawing is finished."""
+
+_NO_METADATA: dict[str, Any] = {"Software": None}
+"""The same figure gives the same bytes, whatever version drew it."""
 
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -116,6 +119,13 @@ class Drawing:
     svg: str
     """A whole SVG file."""
     table: Table
+    canvas: Canvas = field(repr=False, compare=False)
+
+    def png(self) -> bytes:
+        """The picture as pixels, dark ink on white, for programs that read no SVG."""
+        buffer = io.BytesIO()
+        self.canvas.savefig(buffer, format="png", dpi=160, facecolor="white", metadata=_NO_METADATA)
+        return buffer.getvalue()
 
     @property
     def inline(self) -> str:
@@ -164,6 +174,7 @@ def drawing(canvas: Canvas, name: str, title: str, caption: str, table: Table) -
         caption=caption,
         svg=_tidy(buffer.getvalue(), name, title),
         table=table,
+        canvas=canvas,
     )
 
 
