@@ -22,13 +22,14 @@ from nestling.families.registry import HELD_OUT, TRAINING
 from nestling.fleet.budget import Caps
 from nestling.fleet.pod_config import RunpodFleet
 from nestling.fleet.slots import Gpu
-from nestling.outer.config import EmbeddedConfig, OuterConfig
+from nestling.outer.config import EmbeddedConfig, OuterConfig, TinkerConfig
 
 __all__ = [
     "AgentConfig",
     "FamiliesConfig",
     "FleetConfig",
     "InnerConfig",
+    "LearnerConfig",
     "LocalFleet",
     "RayFleet",
     "ReferenceArm",
@@ -59,6 +60,8 @@ class AgentConfig(Frozen):
     max_turns: int = Field(16, ge=2, le=200)
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """Where the agent is sampled and trained."""
+    template_options: dict[str, bool | int | str] = Field(default_factory=dict)
+    """Switches of the model's own chat template, with `learner.kind = "tinker"`."""
 
 
 class RewardConfig(Frozen):
@@ -151,6 +154,24 @@ _FLEETS: dict[str, type[Frozen]] = {
 }
 
 
+def _kind_of_learner(value: object) -> str:
+    kind = value.get("kind", "embedded") if isinstance(value, dict) else getattr(value, "kind", "")
+    return str(kind)
+
+
+LearnerConfig = Annotated[
+    Annotated[EmbeddedConfig, Tag("embedded")] | Annotated[TinkerConfig, Tag("tinker")],
+    Discriminator(
+        _kind_of_learner,
+        custom_error_type="learner_kind",
+        custom_error_message="learner.kind should be embedded or tinker",
+    ),
+]
+"""By `kind`; a table without one is embedded."""
+
+_LEARNERS: dict[str, type[Frozen]] = {"embedded": EmbeddedConfig, "tinker": TinkerConfig}
+
+
 class ReferenceConfig(Frozen):
     """Scripted policies that are played in every sweep, for comparison."""
 
@@ -167,7 +188,7 @@ class RunConfig(Frozen):
     agent: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
     outer: OuterConfig = OuterConfig()
-    learner: EmbeddedConfig = EmbeddedConfig()
+    learner: LearnerConfig = EmbeddedConfig()
     inner: InnerConfig = InnerConfig()
     fleet: FleetConfig = LocalFleet()
     references: ReferenceConfig = ReferenceConfig()
@@ -250,8 +271,9 @@ def _find(location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel]]:
     model: Any = RunConfig
     table: type[BaseModel] = RunConfig
     for part in location:
-        if path == ["fleet"] and model is not LocalFleet and part in _FLEETS:
-            model = _FLEETS[str(part)]  # which one was meant; not a key
+        kinds = {"fleet": _FLEETS, "learner": _LEARNERS}.get(".".join(path), {})
+        if part in kinds and model not in kinds.values():
+            model = kinds[str(part)]  # which one was meant; not a key
             continue
         path.append(str(part))
         if _is_model(model):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +23,7 @@ from nestling.agent.policy import Policy
 from nestling.agent.prompt import PromptRules
 from nestling.config import LocalFleet, RayFleet, RunConfig, RunpodFleet, recipe_toml
 from nestling.core.clock import SystemClock
-from nestling.core.errors import ConfigError
+from nestling.core.errors import ConfigError, StoreError
 from nestling.core.machine import commit, machine_line
 from nestling.core.rundir import ArtifactStore, RunDir, write_atomic
 from nestling.core.seeds import derive_seed
@@ -52,6 +52,7 @@ from nestling.jobs.leaks import LeakIndex
 from nestling.jobs.outcome import Outcome, StepRecord
 from nestling.jobs.probe import ProbeOptions, ProbeReport, probe
 from nestling.jobs.probe_env import JailedOpener
+from nestling.outer.config import EmbeddedConfig, TinkerConfig
 from nestling.outer.heldout import Arm, HeldOutMeasure
 from nestling.outer.learner import Handle
 from nestling.outer.loop import OnStep, train
@@ -66,15 +67,22 @@ from nestling.store.account import Account
 from nestling.store.run_store import RunStore
 
 if TYPE_CHECKING:
+    from nestling.agent.chat_template import ChatTemplate
+    from nestling.engine.tokenizer import Tokenizer
     from nestling.fleet.providers.runpod import RunpodProvider
     from nestling.fleet.providers.runpod_account import PodAccount
     from nestling.outer.learners.embedded import EmbeddedLearner
+    from nestling.outer.learners.tinker import TinkerLearner
+    from nestling.outer.learners.tinker_faults import Pause
+    from nestling.outer.learners.tinker_open import Finding
+    from nestling.outer.step_report import StepReport
 
 __all__ = [
     "Room",
     "RunHooks",
     "agent_folder",
     "episode_task",
+    "learner_findings",
     "make_handlers",
     "open_account",
     "open_fleet",
@@ -241,11 +249,11 @@ async def play_run(config: RunConfig, folder: Path, hooks: RunHooks | None = Non
         with run.lock():
             await writer.run(lambda: _note_facts(config, writer.store))
             async with open_fleet(config, run, writer) as fleet:
-                learner = open_learner(config, run)
+                agent = await _open_agent(config, run, writer)
                 try:
-                    return await _train(config, fleet, learner, writer, told, clock)
+                    return await _train(config, fleet, agent, writer, told, clock)
                 finally:
-                    learner.close()
+                    agent.learner.close()
 
 
 @asynccontextmanager
@@ -475,12 +483,62 @@ def open_learner(config: RunConfig, run: RunDir) -> EmbeddedLearner:
     from nestling.outer.learners.embedded import EmbeddedLearner
 
     model = load_model(agent_folder(config.agent.model), config.agent.device)
-    sessions = max(config.learner.num_sessions, config.outer.max_parallel_episodes)
+    settings = config.learner if isinstance(config.learner, EmbeddedConfig) else EmbeddedConfig()
+    sessions = max(settings.num_sessions, config.outer.max_parallel_episodes)
     return EmbeddedLearner(
         model,
         run.root / "learner",
         max_total_tokens=config.outer.max_total_tokens,
-        config=config.learner.model_copy(update={"num_sessions": sessions}),
+        config=settings.model_copy(update={"num_sessions": sessions}),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Agent:
+    """What is trained, and how it reads and writes."""
+
+    learner: EmbeddedLearner | TinkerLearner
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None = None
+    costs: Callable[[], dict[str, float]] | None = None
+    """What the service billed since the last call, by metric."""
+
+
+async def _open_agent(config: RunConfig, run: RunDir, writer: GroupCommit) -> _Agent:
+    if not isinstance(config.learner, TinkerConfig):
+        embedded = open_learner(config, run)
+        return _Agent(learner=embedded, tokenizer=embedded.tokenizer)
+    from nestling.agent.chat_template import ChatTemplate
+    from nestling.outer.learners.tinker_open import open_tinker, refuse_problems
+
+    chat = ChatTemplate.load(agent_folder(config.agent.model), config.agent.template_options)
+    refuse_problems(await learner_findings(config))
+    model = config.learner.base_model
+
+    def note(pause: Pause) -> None:
+        facts = {"kind": pause.kind, "detail": pause.detail}
+        with suppress(StoreError):  # the run is ending
+            writer.submit(lambda: writer.store.events.append("learner.paused", model, facts))
+
+    learner = open_tinker(
+        config.learner,
+        run.root / "learner",
+        stop_ids=[chat.tokenizer.turn_end_id],
+        on_pause=note,
+    )
+    return _Agent(learner=learner, tokenizer=chat.tokenizer, chat=chat, costs=learner.costs)
+
+
+async def learner_findings(config: RunConfig) -> list[Finding]:
+    """What a hosted learner needs, looked at without spending anything; nothing for our own."""
+    if not isinstance(config.learner, TinkerConfig):
+        return []
+    from nestling.outer.learners.tinker_open import preflight
+
+    return await preflight(
+        config.learner,
+        max_total_tokens=config.outer.max_total_tokens,
+        temperature=config.outer.temperature,
     )
 
 
@@ -527,8 +585,16 @@ def episode_task(config: RunConfig, plan: EpisodePlan) -> EpisodeTask:
             reward_kind=config.reward.kind,
             max_turns=config.agent.max_turns,
         ),
-        limits=EpisodeLimits(),
+        limits=_episode_limits(config),
     )
+
+
+def _episode_limits(config: RunConfig) -> EpisodeLimits:
+    if not isinstance(config.learner, TinkerConfig):
+        return EpisodeLimits()
+    # The learner has its own limit and says what it waited for: it must be the first to give up.
+    learner = config.learner
+    return EpisodeLimits(turn_s=learner.sample_timeout_s * learner.sample_attempts + 60.0)
 
 
 def reference_policy(name: str) -> Policy:
@@ -539,18 +605,28 @@ def reference_policy(name: str) -> Policy:
 async def _train(
     config: RunConfig,
     fleet: FleetRunner,
-    learner: EmbeddedLearner,
+    agent: _Agent,
     writer: GroupCommit,
     told: RunHooks,
     clock: SystemClock,
 ) -> Progress:
+    learner = agent.learner
+
     def make_runner(plan: EpisodePlan) -> JobRunner:
         return fleet.for_episode(plan.episode_id, plan.group_id)
+
+    def on_step(report: StepReport) -> None:
+        if agent.costs is not None:
+            found, step = agent.costs(), report.step
+            writer.submit(lambda: writer.store.metrics.record(step, found))
+        if told.on_step is not None:
+            told.on_step(report)
 
     log = StoreLog(writer, policy=config.agent.model)
     player = AgentPlayer(
         learner=learner,
-        tokenizer=learner.tokenizer,
+        tokenizer=agent.tokenizer,
+        chat=agent.chat,
         make_runner=make_runner,
         make_task=lambda plan: episode_task(config, plan),
         config=config.outer,
@@ -576,14 +652,14 @@ async def _train(
         log=log,
         families=config.families.training,
         clock=clock,
-        on_step=told.on_step,
+        on_step=on_step,
         on_episode=told.on_episode,
         measure=measure,
         open_policy=learner.open_policy,
     )
 
 
-async def _untrained(learner: EmbeddedLearner) -> Handle:
+async def _untrained(learner: EmbeddedLearner | TinkerLearner) -> Handle:
     return await learner.open_policy("step-000000")
 
 

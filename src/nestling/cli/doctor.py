@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -65,8 +66,17 @@ class Check:
 
 
 @click.command("doctor")
+@click.option(
+    "--learner",
+    type=click.Choice(["embedded", "tinker"]),
+    default="embedded",
+    help="Look at what this learner needs too; for tinker: key, service, model, price.",
+)
+@click.option("--model", default="Qwen/Qwen3.6-35B-A3B", help="Base model at the service.")
+@click.option("--base-url", default="", help="A Tinker-compatible server; default: the hosted one.")
+@click.option("--price-file", default="", help="A copy of the service's price file.")
 @json_option
-def command(as_json: bool) -> int:
+def command(learner: str, model: str, base_url: str, price_file: str, as_json: bool) -> int:
     """Look at everything a run needs on this machine.
 
     Exit code 0: runs will work; 1: something needs the fix that is shown.
@@ -76,6 +86,8 @@ def command(as_json: bool) -> int:
         checks += _shown(look)
     for look in (_state, _disk, _bases, _agent):
         checks += _shown(look)
+    if learner == "tinker":
+        checks += _shown(lambda: _tinker(model, base_url, price_file))
     problems = sum(check.state == "problem" for check in checks)
     click.echo("ready" if not problems else f"{problems} to fix")
     if as_json:
@@ -301,3 +313,15 @@ def _agent() -> Iterator[Check]:
         yield Check(name="agent", state="problem", found=found, fix=_INSTALL)
     else:
         yield Check(name="agent", state="ok", found=name)
+
+
+def _tinker(model: str, base_url: str, price_file: str) -> Iterator[Check]:
+    """Asks the service, which costs nothing."""
+    from nestling.config import RunConfig
+    from nestling.outer.config import OuterConfig, TinkerConfig
+    from nestling.wiring import learner_findings
+
+    settings = TinkerConfig(base_model=model, base_url=base_url, price_file=price_file)
+    config = RunConfig(learner=settings, outer=OuterConfig(temperature=1.0))
+    for one in asyncio.run(learner_findings(config)):
+        yield Check(name=f"tinker {one.name}", state=one.state, found=one.found, fix=one.fix)

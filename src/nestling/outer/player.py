@@ -9,7 +9,7 @@ from nestling.agent.episode import EpisodeTask, EventSink, run_episode
 from nestling.agent.episode_result import EpisodeResult
 from nestling.agent.job_runner import JobRunner
 from nestling.agent.policy import Policy
-from nestling.agent.token_policy import TokenPolicy
+from nestling.agent.token_policy import ChatFormat, TokenPolicy
 from nestling.agent.turn_log import TurnLog
 from nestling.core.clock import Clock
 from nestling.core.errors import LearnerError
@@ -64,6 +64,8 @@ class AgentPlayer:
     make_runner: MakeRunner
     make_task: MakeTask
     config: OuterConfig
+    chat: ChatFormat | None = None
+    """How the model reads a conversation; None: our own dialect."""
     turn_log: MakeTurnLog | None = None
     """None: turns are not recorded, and an episode that was cut off begins again."""
     events: EventSink | None = None
@@ -76,6 +78,7 @@ class AgentPlayer:
         policy = TokenPolicy(
             tokenizer=self.tokenizer,
             sampler=sampler,
+            chat=self.chat,
             temperature=self.config.temperature,
             max_turn_tokens=self.config.max_turn_tokens,
             max_total_tokens=self.config.max_total_tokens,
