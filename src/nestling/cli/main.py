@@ -28,6 +28,7 @@ _COMMANDS = {
     "export": ("export", "Write a run's trained agent as a model folder with a card."),
     "fleet": ("fleet", "Rent, list and end pods; simulate a fleet."),
     "dash": ("dash", "Show runs live in a browser."),
+    "track": ("track", "Send a run's metrics to an experiment tracker."),
     "report": ("report", "Write the static HTML report of a run."),
     "bench": ("bench", "Measure this machine."),
     "redteam": ("redteam", "Attack the machine room; exits 1 when an attack succeeds."),

@@ -13,8 +13,11 @@ import click
 from rich.console import Console
 
 from nestling.config import RunConfig, load_recipe, recipe_toml
+from nestling.trackers.tracker import KINDS, TrackerKind
 
 if TYPE_CHECKING:
+    from nestling.outer.step_report import StepReport
+    from nestling.outer.sweep_report import Sweep
     from nestling.store.money import Spending
 
 __all__ = ["command"]
@@ -30,6 +33,10 @@ __all__ = ["command"]
     help="Continue the run in this folder.",
 )
 @click.option("--unsafe-no-jail", is_flag=True, help="Run agent-written code without a jail.")
+@click.option(
+    "--track", "trackers", type=click.Choice(KINDS), multiple=True,
+    help="Send metrics to an experiment tracker; may be given several times.",
+)  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Show the plan and its ceiling; run nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
 def command(
@@ -38,6 +45,7 @@ def command(
     out: Path | None,
     resume: Path | None,
     unsafe_no_jail: bool,
+    trackers: tuple[TrackerKind, ...],
     dry_run: bool,
     as_json: bool,
 ) -> int:
@@ -57,24 +65,40 @@ def command(
     if dry_run:
         _show_plan(config, folder, as_json=as_json)
         return 0
-    return _run(config, folder, console, as_json=as_json)
+    return _run(config, folder, console, trackers, as_json=as_json)
 
 
-def _run(config: RunConfig, folder: Path, console: Console, *, as_json: bool) -> int:
+def _run(
+    config: RunConfig,
+    folder: Path,
+    console: Console,
+    trackers: tuple[TrackerKind, ...],
+    *,
+    as_json: bool,
+) -> int:
     from nestling.cli.progress import RunProgress
     from nestling.report.page import write_report
+    from nestling.trackers.follow import following, tracked
     from nestling.wiring import RunHooks, play_run
 
     outer = config.outer
     episodes = outer.groups_per_step * outer.group_size
     title = f"{config.name}: {outer.steps} steps of {episodes} episodes in {folder}"
     progress = RunProgress(console, steps=outer.steps, title=title)
-    hooks = RunHooks(
-        on_step=progress.on_step, on_episode=progress.on_episode, on_sweep=progress.on_sweep
-    )
     console.print(title, highlight=False)
     try:
-        with progress.shown():
+        run = tracked(folder, config.name, config.model_dump(mode="json"))
+        with following(trackers, run) as follower, progress.shown():
+
+            def on_step(report: StepReport) -> None:
+                progress.on_step(report)
+                follower.on_step(report)
+
+            def on_sweep(step: int, sweep: Sweep) -> None:
+                progress.on_sweep(step, sweep)
+                follower.on_sweep(step, sweep)
+
+            hooks = RunHooks(on_step=on_step, on_episode=progress.on_episode, on_sweep=on_sweep)
             done = asyncio.run(play_run(config, folder, hooks))
     except KeyboardInterrupt:
         console.print(f"interrupted; continue with: nestling run --resume {folder}")
