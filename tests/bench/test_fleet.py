@@ -25,6 +25,7 @@ def job(base: str, seconds: float, *, bound_s: float = 10.0, status: str = "succ
         status=status,
         bound_s=bound_s,
         seconds=seconds,
+        cpu_s=seconds / 2,
         usd=seconds / 3600 * 0.04,
         uplift=0.1,
     )
@@ -74,8 +75,11 @@ def test_error_of_predictions() -> None:
     ]
     found = prediction_error(times)
     assert found["jobs"] == 80
-    assert 0.07 < found["by_history"] < 0.15 < 0.4 < found["by_bounds"]
-    assert prediction_error(times[:2])["by_bounds"] is None
+    assert 0.07 < found["wall"]["by_history"] < 0.15 < 0.4 < found["wall"]["by_bounds"]
+    assert found["cpu"]["ratio_median"] == pytest.approx(
+        found["wall"]["ratio_median"] / 2, abs=0.01
+    )
+    assert prediction_error(times[:2])["wall"]["by_bounds"] is None
 
 
 def test_unknown_base_is_refused_before_anything_runs() -> None:

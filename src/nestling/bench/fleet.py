@@ -58,6 +58,8 @@ class JobTime(Frozen):
     """Seconds that its settings let expect."""
     seconds: float
     """Seconds that it kept its worker."""
+    cpu_s: float
+    """Processor seconds of it: what a quiet core would have taken."""
     usd: float
     uplift: float | None
 
@@ -172,25 +174,33 @@ def prediction_error(times: Sequence[JobTime]) -> dict[str, Any]:
     """How far predictions are off: standard deviation of the logarithm of measured over predicted.
 
     `by_bounds`: the figure of the probe. `by_history`: corrected by the median of the other jobs
-    of the same base and family, as `fleet.predict` does.
+    of the same base and family, as `fleet.predict` does. `wall` is what a worker was kept, with
+    whatever else the machine did; `cpu` is the job alone.
     """
     done = [one for one in times if one.status == "succeeded" and one.bound_s > 0]
-    if len(done) < _FEWEST:
-        return {"jobs": len(done), "by_bounds": None, "by_history": None}
-    ratios = [math.log(one.seconds / one.bound_s) for one in done]
+    return {
+        "jobs": len(done),
+        "wall": _error(done, [one.seconds / one.bound_s for one in done]),
+        "cpu": _error(done, [one.cpu_s / one.bound_s for one in done]),
+    }
+
+
+def _error(done: Sequence[JobTime], ratios: Sequence[float]) -> dict[str, float | None]:
+    if len(done) < _FEWEST or min(ratios) <= 0:
+        return {"ratio_median": None, "by_bounds": None, "by_history": None}
+    logs = [math.log(ratio) for ratio in ratios]
     corrected = []
     for number, one in enumerate(done):
         kin = [
-            ratio
-            for other, ratio in enumerate(ratios)
+            log
+            for other, log in enumerate(logs)
             if other != number and (done[other].base, done[other].family) == (one.base, one.family)
         ]
-        if len(kin) >= _FEWEST - 1:
-            corrected.append(ratios[number] - median(kin))
+        if len(kin) >= _FEWEST:
+            corrected.append(logs[number] - median(kin))
     return {
-        "jobs": len(done),
-        "ratio_median": round(math.exp(median(ratios)), 3),
-        "by_bounds": round(stdev(ratios), 3),
+        "ratio_median": round(median(ratios), 3),
+        "by_bounds": round(stdev(logs), 3),
         "by_history": round(stdev(corrected), 3) if len(corrected) >= _FEWEST else None,
     }
 
@@ -328,6 +338,7 @@ async def _run_one(
         status=outcome.status,
         bound_s=report.predicted_cpu_s or 0.0,
         seconds=round(paid[-1].seconds, 3),
+        cpu_s=round(outcome.cpu_s, 3),
         usd=sum(record.spent_microusd for record in paid) / 1e6,
         uplift=outcome.uplift,
     )
