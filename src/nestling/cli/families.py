@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from nestling.cli.options import Commands, family_of, json_option, print_json, print_table
@@ -88,4 +90,30 @@ def show(name: str, num_examples: int, as_json: bool) -> int:
                 ],
             }
         )
+    return 0
+
+
+@command.command("package")
+@click.argument("name")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="A new or empty folder. Default: nestling-NAME here.",
+)
+@json_option
+def package(name: str, out: Path | None, as_json: bool) -> int:
+    """Write a family as an installable verifiers package.
+
+    verifiers, prime-rl and whatever else reads verifiers tasksets can then use it; it needs nothing
+    of Nestling.
+    """
+    from nestling.families.registry import get
+    from nestling.families.verifiers_package import write_verifiers_package
+
+    family = get(family_of(name))
+    folder = out or Path(f"nestling-{family.name.replace('_', '-')}")
+    files = write_verifiers_package(family, folder)
+    click.echo(f"{len(files)} files in {folder}; install it with: pip install {folder}")
+    if as_json:
+        print_json({"folder": str(folder), "files": [str(path) for path in files]})
     return 0

@@ -8,7 +8,7 @@ from typing import Final
 from nestling.families.family import Family
 from nestling.families.registry import get
 
-__all__ = ["public_files"]
+__all__ = ["public_files", "public_modules"]
 
 _FOLDER: Final = Path(__file__).parent / "public"
 _SHARED: Final = ("answer", "item", "rollout", "steps")
@@ -30,6 +30,19 @@ __all__ = ["Data", "State", "Tools", "parse_answer", "sample"]
 '''
 
 
+def public_modules(family: str | Family) -> dict[str, bytes]:
+    """File name to content of a family's public modules; they import each other relatively.
+
+    Raises:
+        ConfigError: there is no such family.
+    """
+    chosen = get(family)
+    return {
+        f"{module}.py": (_FOLDER / f"{module}.py").read_bytes()
+        for module in sorted((*_SHARED, *chosen.modules))
+    }
+
+
 def public_files(family: str | Family) -> dict[str, bytes]:
     """File name to content of the package `tools` for one family.
 
@@ -37,12 +50,8 @@ def public_files(family: str | Family) -> dict[str, bytes]:
         ConfigError: there is no such family.
     """
     chosen = get(family)
-    files = {
-        f"{module}.py": (_FOLDER / f"{module}.py").read_bytes()
-        for module in sorted((*_SHARED, *chosen.modules))
-    }
     lo, hi = chosen.eval_range
     init = _INIT.format(
         name=chosen.name, lo=lo, hi=hi, highest=chosen.highest, signatures=chosen.tool_signatures
     )
-    return {"__init__.py": init.encode(), **files}
+    return {"__init__.py": init.encode(), **public_modules(chosen)}
