@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Item"]
@@ -25,10 +25,22 @@ class Item:
 
     def to_dict(self) -> dict[str, Any]:
         """The item as plain JSON values, fresh copies all the way down."""
-        return asdict(self)
+        return {
+            "prompt": self.prompt,
+            "system_prompt": self.system_prompt,
+            "answer": self.answer,
+            "num_calls": self.num_calls,
+            "world": _copy(self.world),
+        }
 
     @property
     def identity(self) -> str:
         """A hash of question, world and answer; two items with one identity are the same item."""
         parts = [self.prompt, self.answer, self.world]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _copy(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _copy(member) for key, member in value.items()}
+    return [_copy(member) for member in value] if isinstance(value, list) else value
