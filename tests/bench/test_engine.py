@@ -1,6 +1,8 @@
 import pytest
+import torch
 
 from nestling.bench.engine import measure
+from nestling.bench.engine_tools import ToolWorkload
 from nestling.bench.engine_work import Work, Workload, decode_bound
 from nestling.bench.peers import has_transformers
 from nestling.core.errors import ConfigError
@@ -11,7 +13,13 @@ SMALL = Work(rows=4, prompt_tokens=8, new_tokens=8, turns=2, tool_tokens=3, grou
 
 def test_everything_is_measured_beside_the_peers_there_are() -> None:
     found = measure(shapes=["nano"], runs=1, work=SMALL, trl=False)
-    assert [row["work"] for row in found.runs] == ["decode", "multi_turn", "train", "grpo"]
+    assert [row["work"] for row in found.runs] == [
+        "decode",
+        "multi_turn",
+        "train",
+        "grpo",
+        "tool_grpo",
+    ]
     assert all(row["median_s"] > 0 for row in found.runs)
     assert 0 < found.runs[0]["roofline_share"] < 1.5
     assert ("cpu_decode_vs_hf" in found.ratios) == has_transformers()
@@ -26,6 +34,18 @@ def test_work_has_the_tokens_it_says() -> None:
     assert workload.grpo().num_tokens % 8 == 0
     tokenizer = workload.model.tokenizer
     assert all(tokenizer.encode(tokenizer.decode(ids)) == ids for ids in workload.prompts)
+
+
+def test_tool_work_is_played_to_its_end_and_learned_from() -> None:
+    workload = ToolWorkload(get("nano").folder, "ledger", num_prompts=2, group_size=4)
+    before = workload.model.weights.clone()
+    stats = workload.grpo()
+    assert stats.num_rows == 8  # every row differs from its group's mean
+    assert stats.max_abs_logp_diff < 1e-4
+    assert stats.num_tokens == sum(sum(one.sampled) for one in workload.played)
+    assert any(one.num_turns > 1 for one in workload.played)
+    assert workload.counts()["rows"] == 8
+    assert not torch.equal(before.flat, workload.model.weights.flat)
 
 
 @pytest.mark.skipif(not has_transformers(), reason="transformers is not installed")

@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nestling.bench.engine_work import Workload
 from nestling.core.errors import ConfigError
 
-__all__ = ["TransformersPeer", "has_transformers", "has_trl", "trl_grpo"]
+__all__ = [
+    "Seconds",
+    "TransformersPeer",
+    "clock",
+    "grpo_config",
+    "has_transformers",
+    "has_trl",
+    "load_peer_model",
+    "since",
+    "trl_grpo",
+]
+
+
+class Seconds(NamedTuple):
+    """Of this process on a processor, and of the clock on the wall."""
+
+    cpu: float
+    wall: float
+
+
+def clock() -> Seconds:
+    """Readings to be subtracted."""
+    return Seconds(time.process_time(), time.perf_counter())
+
+
+def since(before: Seconds) -> Seconds:
+    """What passed since a reading."""
+    now = clock()
+    return Seconds(now.cpu - before.cpu, now.wall - before.wall)
 
 
 def has_transformers() -> bool:
@@ -32,8 +61,8 @@ class TransformersPeer:
 
     def __init__(self, workload: Workload) -> None:
         self._work = workload.work
-        self._model = _load(workload.folder).eval()
-        self._trained = _load(workload.folder).train()
+        self._model = load_peer_model(workload.folder).eval()
+        self._trained = load_peer_model(workload.folder).train()
         self._optim = torch.optim.AdamW(self._trained.parameters(), lr=1e-5)
         self._prompts = torch.tensor(workload.prompts)
         self._tool = torch.tensor(workload.tool).expand(self._work.rows, -1)
@@ -78,9 +107,9 @@ class TransformersPeer:
 
 
 def trl_grpo(
-    workload: Workload, runs: int, clock_s: Callable[[], float], ours: Callable[[], object]
-) -> tuple[list[float], list[float]]:
-    """CPU seconds of `runs` steps of TRL's GRPOTrainer, and of ours, taken after each of them.
+    workload: Workload, runs: int, ours: Callable[[], object]
+) -> tuple[list[Seconds], list[Seconds]]:
+    """`runs` steps of TRL's GRPOTrainer, and as many of ours, one after each of them.
 
     Completions have the same number and length; a first step of each is not counted. The reward sees texts.
     """
@@ -88,47 +117,37 @@ def trl_grpo(
     transformers = import_module("transformers")
     work = workload.work
     tokenizer = transformers.AutoTokenizer.from_pretrained(workload.folder)
-    model = _load(workload.folder)
+    model = load_peer_model(workload.folder)
     texts = [workload.model.tokenizer.decode(ids) for ids in workload.prompts]
     if tokenizer(texts)["input_ids"] != workload.prompts:
         raise ConfigError("the peer reads other prompt tokens; expected the same ones")
-    theirs_s: list[float] = []
-    ours_s: list[float] = []
-    started = 0.0
+    theirs_s: list[Seconds] = []
+    ours_s: list[Seconds] = []
+    started = clock()
 
     class Clock(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
         def on_step_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
             nonlocal started
-            started = clock_s()
+            started = clock()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
-            theirs_s.append(clock_s() - started)
-            before = clock_s()
+            theirs_s.append(since(started))
+            before = clock()
             ours()
-            ours_s.append(clock_s() - before)
+            ours_s.append(since(before))
 
     def reward(completions: list[str], **_: Any) -> list[float]:  # noqa: ANN401
         return [float(len(text) % 7) for text in completions]
 
     with tempfile.TemporaryDirectory(prefix="nestling-trl-") as folder:
-        config = trl.GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=work.rows,
-            num_generations=work.group_size,
-            max_completion_length=work.new_tokens,
+        config = grpo_config(
+            trl,
+            folder,
+            rows=work.rows,
+            group_size=work.group_size,
+            completion_tokens=work.new_tokens,
+            steps=runs + 1,
             generation_kwargs={"min_new_tokens": work.new_tokens},
-            max_steps=runs + 1,
-            learning_rate=1e-5,
-            beta=0.0,
-            temperature=1.0,
-            top_k=0,
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
         )
         trainer = trl.GRPOTrainer(
             model=model,
@@ -142,7 +161,40 @@ def trl_grpo(
     return theirs_s[1:], ours_s[1:]
 
 
-def _load(folder: Path) -> Any:  # noqa: ANN401
+def grpo_config(
+    trl: Any,  # noqa: ANN401
+    folder: str,
+    *,
+    rows: int,
+    group_size: int,
+    completion_tokens: int,
+    steps: int,
+    **more: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """TRL's settings for one batch of `rows` per step on the CPU, at temperature 1 and in float32."""
+    return trl.GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=rows,
+        num_generations=group_size,
+        max_completion_length=completion_tokens,
+        max_steps=steps,
+        learning_rate=1e-6,
+        beta=0.0,
+        temperature=1.0,
+        top_k=0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        **more,
+    )
+
+
+def load_peer_model(folder: Path) -> Any:  # noqa: ANN401
+    """The same weights as a transformers model, in float32."""
     transformers = import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
