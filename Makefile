@@ -1,6 +1,6 @@
 # make run    sets everything up and runs the nested loop on this machine, then writes a report
 # make test   the same set-up, all checks, the test suite and the red team
-# make test-slow  the long tests: chaos, fuzzing by the hundred thousand, real jobs
+# make test-slow  the long tests: chaos, fuzzing by the hundred thousand, real jobs, the dashboard in chromium
 # make check  lint, types, import contracts, spelling (no tests)
 # make bench  the benchmarks of this machine, written to results/bench/
 
@@ -47,7 +47,7 @@ test-fast: setup
 	$(BIN)/pytest -q -n auto --dist worksteal
 
 test-slow: setup
-	$(BIN)/pytest -q -m "slow and not gpu and not live and not parity"
+	$(BIN)/pytest -q -m "(slow or browser) and not gpu and not live and not parity"
 
 test: setup check
 	$(BIN)/pytest -q -n auto --dist worksteal

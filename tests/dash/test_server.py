@@ -1,4 +1,7 @@
 import json
+import signal
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -96,3 +99,20 @@ async def test_mistakes_are_said(runs, tmp_path):
         with pytest.raises(ConfigError, match="choose another with --port"):
             async with listening(runs, DashConfig(port=port)):
                 pass
+
+
+def test_command_serves_until_it_is_interrupted(runs):
+    command = [sys.executable, "-m", "nestling", "dash", str(runs), "--port", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as run:
+        address = run.stdout.readline().strip()
+        with httpx.Client(timeout=60) as web:
+            assert "hostile" in web.get(address).text
+            with web.stream("GET", f"{address}runs/calm/events") as stream:
+                assert next(stream.iter_lines()) == "event: change"
+                run.send_signal(signal.SIGINT)
+                assert run.wait(60) == 130
+        errors = run.stderr.read()
+    assert "Traceback" not in errors
+    assert "interrupted" in errors

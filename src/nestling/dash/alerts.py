@@ -14,7 +14,7 @@ from typing import Any, Literal
 from nestling.dash.fleet_facts import FleetFacts
 from nestling.outer.stats import Estimate
 from nestling.report.run_data import RunData, StepRow
-from nestling.report.shown import duration, estimate, number, percent, usd
+from nestling.report.shown import duration, estimate, percent, usd
 
 __all__ = ["Alert", "find_alerts"]
 
@@ -223,7 +223,8 @@ def _fleet(data: RunData, fleet: FleetFacts, now: float) -> Iterator[Alert]:
             code="fleet.no_workers",
             level="note",
             title="Jobs wait and there is no worker",
-            text=f"{number(fleet.num_queued, 0)} jobs wait.",
+            text=f"{fleet.num_queued} in the queue, and no worker is on record. In a run that is over "
+            f"they will not be done.",
             view="fleet",
         )
 

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -43,6 +44,7 @@ from nestling.store import RunStore
 __all__ = ["COOKIE", "DashApp"]
 
 COOKIE: Final = "nestling_dash"
+_NUM_WARM: Final = 8
 _POLL_S: Final = 0.4
 _KEEP_ALIVE_S: Final = 15.0
 
@@ -107,9 +109,10 @@ class DashApp:
         self._is_closing = True
 
     def warm(self) -> None:
-        """Read the newest run now, so that the first page need not wait for it."""
-        for key in list(find_runs(self._where))[:1]:
-            self._run(key).view()
+        """Read the newest runs now, so that their first page need not wait for it."""
+        for key in list(find_runs(self._where))[:_NUM_WARM]:
+            with suppress(StoreError):  # its page says what is wrong
+                self._run(key).view()
 
     def _run(self, key: str) -> LiveRun:
         """The run of this name; only names that a search of the folder found are ever opened."""

@@ -283,7 +283,7 @@ def _y_scale(lines: Sequence[Line], limits: tuple[float, float] | None, zero: bo
 
 
 def _nice_ticks(low: float, high: float, wanted: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten inside the range."""
+    """Multiples of 1, 2, 2.5 or 5 times a power of ten inside the range."""
     step = _nice_step((high - low) / wanted)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
@@ -300,7 +300,7 @@ def _whole_ticks(low: float, high: float) -> list[float]:
 
 def _nice_step(rough: float) -> float:
     power = 10.0 ** math.floor(math.log10(max(rough, 1e-9)))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * 0.999)
 
 
 def _spot(x: float, y: float, x_axis: _Scale, y_axis: _Scale) -> str:

@@ -47,7 +47,6 @@ def tiles(view: RunView) -> list[Tile]:
     compared = [f"untrained {number(head.untrained.mean)}"] if head.untrained else []
     compared += [f"no-op {number(head.no_op)}"] if head.no_op is not None else []
     gain = head.held_out_gain
-    left = time_left_s(view)
     return [
         _estimate_tile("Reward now", head.final, ", ".join(compared) or "no step is done yet"),
         _estimate_tile(
@@ -59,7 +58,8 @@ def tiles(view: RunView) -> list[Tile]:
         _estimate_tile(
             "Held-out gain",
             gain,
-            f"over {gain.n} pairs" + (f", p = {gain.p_value:.3g}" if gain.p_value else "")
+            f"over {gain.n} pair{'' if gain.n == 1 else 's'}"
+            + (f", p = {gain.p_value:.3g}" if gain.p_value else "")
             if gain
             else "no trained checkpoint measured yet",
             signed=True,
@@ -77,14 +77,7 @@ def tiles(view: RunView) -> list[Tile]:
             note="of the accepted ones, last step",
         ),
         Tile(name="Cost", value=usd(data.usd), interval="", note=_cost_note(data)),
-        Tile(
-            name="Time left",
-            value="done" if data.is_finished else duration(left),
-            interval="",
-            note=f"running for {duration(data.info.wall_s)}"
-            if not data.is_finished
-            else f"took {duration(data.info.wall_s)}",
-        ),
+        _time_tile(view),
     ]
 
 
@@ -230,6 +223,21 @@ def _estimate_tile(name: str, one: Estimate | None, note: str, *, signed: bool =
     if signed and one is not None and one.mean > 0:
         value = f"+{value}"
     return Tile(name=name, value=value, interval=interval, note=note, look=look)
+
+
+def _time_tile(view: RunView) -> Tile:
+    data = view.data
+    took = duration(data.info.wall_s)
+    if not data.is_finished:
+        value, note = duration(time_left_s(view)), f"running for {took}"
+    elif view.running:
+        value, note = (
+            "measuring",
+            f"all steps are done, {len(view.running)} episodes of a sweep left",
+        )
+    else:
+        value, note = "done", f"took {took}"
+    return Tile(name="Time left", value=value, interval="", note=note)
 
 
 def _cost_note(data: RunData) -> str:

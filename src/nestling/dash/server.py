@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -16,14 +15,13 @@ from typing import Final
 import uvicorn
 
 from nestling.core.clock import Clock, SystemClock
-from nestling.core.errors import ConfigError, StoreError
+from nestling.core.errors import ConfigError
 from nestling.dash.app import DashApp
 from nestling.dash.runs import require_runs
 
 __all__ = ["DashConfig", "Listening", "listening", "serve"]
 
 _LOOPBACK: Final = ("127.0.0.1", "localhost")
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +65,7 @@ async def listening(
     address = f"http://{shown}:{bound.getsockname()[1]}/"
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(server.serve(sockets=[bound]))
-        tasks.create_task(asyncio.to_thread(_warm, app))
+        tasks.create_task(asyncio.to_thread(app.warm))
         while not server.started and not running.done():  # noqa: ASYNC110 (a flag is all there is)
             await asyncio.sleep(0.005)
         try:
@@ -104,13 +102,6 @@ class _Server(uvicorn.Server):
         """SIGINT or SIGTERM."""
         self._dash.close()
         super().handle_exit(sig, frame)
-
-
-def _warm(app: DashApp) -> None:
-    try:
-        app.warm()
-    except StoreError as error:
-        logger.warning("cannot read the newest run: %s", error)
 
 
 def _bound(host: str, port: int) -> socket.socket:
