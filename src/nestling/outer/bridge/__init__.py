@@ -1,0 +1,1 @@
+"""Our episodes under somebody else's training loop."""
