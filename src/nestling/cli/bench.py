@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["command", "measured"]
 
 _RESULTS = Path("results") / "bench"
+_FAMILIES = "Names, or training, held_out, all."
 
 
 @click.group("bench", cls=Commands)
@@ -110,6 +111,93 @@ def engine(runs: int, out: Path, as_json: bool) -> int:
     from nestling.bench.engine import measure
 
     record = measured("engine", lambda: measure(runs=runs), out)
+    if as_json:
+        print_json(record.model_dump(mode="json"))
+    return 0
+
+
+@command.command("plumbing")
+@click.option("--families", default="all", show_default=True, metavar="A,B,...", help=_FAMILIES)
+@click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=_RESULTS / "plumbing.json",
+    show_default=True,
+    help="File for the figures.",
+)
+@json_option
+def plumbing(families: str, runs: int, out: Path, as_json: bool) -> int:
+    """What a rollout costs beside the model, and in verifiers' own lifecycle."""
+    names = families_of(families)
+    from nestling.bench.plumbing import measure
+
+    record = measured("plumbing", lambda: measure(families=names, runs=runs), out)
+    if as_json:
+        print_json(record.model_dump(mode="json"))
+    return 0
+
+
+@command.command("probe")
+@click.option("--families", default="all", show_default=True, metavar="A,B,...", help=_FAMILIES)
+@click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=_RESULTS / "probe.json",
+    show_default=True,
+    help="File for the figures.",
+)
+@room_options
+@json_option
+def probe(
+    families: str,
+    runs: int,
+    out: Path,
+    settings: tuple[str, ...],
+    unsafe_no_jail: bool,
+    as_json: bool,
+) -> int:
+    """How long the probe of a template job takes with a warm worker."""
+    names = families_of(families)
+    config = recipe(list(settings), unsafe_no_jail=unsafe_no_jail)
+    from nestling.bench.probe import measure
+
+    record = measured("probe", lambda: measure(config, families=names, runs=runs), out)
+    if as_json:
+        print_json(record.model_dump(mode="json"))
+    return 0
+
+
+@command.command("job")
+@click.option(
+    "--families", default="training", show_default=True, metavar="A,B,...", help=_FAMILIES
+)
+@click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=_RESULTS / "job.json",
+    show_default=True,
+    help="File for the figures.",
+)
+@room_options
+@json_option
+def job(
+    families: str,
+    runs: int,
+    out: Path,
+    settings: tuple[str, ...],
+    unsafe_no_jail: bool,
+    as_json: bool,
+) -> int:
+    """CPU seconds of a template job, part by part."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    names = families_of(families)
+    config = recipe(list(settings), unsafe_no_jail=unsafe_no_jail)
+    from nestling.bench.job import measure
+
+    record = measured("job", lambda: measure(config, families=names, runs=runs), out)
     if as_json:
         print_json(record.model_dump(mode="json"))
     return 0
