@@ -36,17 +36,21 @@ class _Layer(NamedTuple):
 class CpuStep:
     """`extend` and `decode` of `model`, for J = 1 in float32 on the CPU; see `fits`."""
 
-    def __init__(self, params: Params, config: ModelConfig, cache: KVCache) -> None:
+    def __init__(
+        self, params: Params, config: ModelConfig, cache: KVCache, max_len: int | None = None
+    ) -> None:
+        """`max_len`: positions there can be, where the cache may grow to them later."""
         self.config, self.cache = config, cache
+        longest = max_len or cache.max_len
         with torch.inference_mode():
             self._embed = params.embed[0]
             self._layers = [self._arrange(params, i) for i in range(config.num_layers)]
             self._head = _transposed(_merged(params.head), params.final_norm)
-            cos, sin = rotary_tables(config, cache.max_len)
+            cos, sin = rotary_tables(config, longest)
             self._turn = torch.complex(cos, sin)  # [max_len, 1, d/2]
             self._eps = torch.tensor(config.rms_eps)
             self._row = torch.arange(cache.num_rows)
-            self._place = torch.arange(cache.max_len)
+            self._place = torch.arange(longest)
 
     @staticmethod
     def fits(params: Params, config: ModelConfig) -> bool:

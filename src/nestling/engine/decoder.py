@@ -25,6 +25,9 @@ _log = logging.getLogger(__name__)
 _WIDTH_STEP = 128
 """Attended widths are rounded up to this on CUDA, so that a few graphs serve every step."""
 
+_FIRST_LENGTH = 128
+"""Positions a cache on the CPU begins with; it doubles when they are used up. Clearing memory costs time."""
+
 
 def row_uniforms(seed: int, length: int) -> npt.NDArray[np.float32]:
     """Uniform numbers in [0, 1) for positions 0..length-1 of one row.
@@ -73,8 +76,10 @@ class Decoder:
         self.device = device
         self.scratch_row = rows
         """A cache row that belongs to no slot; whatever is written there is lost."""
-        self.cache = KVCache(config, rows + 1, max_len, device=device, dtype=params.embed.dtype)
-        self._cpu = CpuStep(params, config, self.cache) if CpuStep.fits(params, config) else None
+        on_cpu = CpuStep.fits(params, config)
+        length = min(max_len, _FIRST_LENGTH) if on_cpu else max_len
+        self.cache = KVCache(config, rows + 1, length, device=device, dtype=params.embed.dtype)
+        self._cpu = CpuStep(params, config, self.cache, max_len) if on_cpu else None
         self._any_greedy = any(value == 0 for value in temperatures)
         self._job_temperature = torch.tensor(temperatures, dtype=torch.float32, device=device)
         self._inputs = torch.zeros(
@@ -98,16 +103,17 @@ class Decoder:
         """Append ids [J, b, T] at start [J, b] to cache rows [J, b]; see `model.extend`."""
         moved = [torch.from_numpy(array).to(self.device) for array in (ids, start, rows)]
         if self._cpu is not None:
+            self._reserve(int(start.max()) + ids.shape[2])
             self._cpu.extend(moved[0][0], moved[1][0], moved[2][0])
         else:
             extend(self.params, self.config, moved[0], moved[1], self.cache, moved[2].reshape(-1))
 
     def compact(self, source: npt.NDArray[np.int64], num_slots: int, width: int) -> None:
         """Keep the given flat slots (J * num_slots of them, in order) and shrink; CPU only."""
-        keep = torch.from_numpy(source)
-        target = torch.arange(len(source))
+        target = torch.from_numpy(np.nonzero(source != np.arange(len(source)))[0])
+        keep = torch.from_numpy(source)[target]
         self.cache.move(keep, target, width)
-        self._uniforms[: len(source)] = self._uniforms[keep]
+        self._uniforms[target] = self._uniforms[keep]
         self.num_slots = num_slots
 
     @torch.no_grad()
@@ -121,6 +127,8 @@ class Decoder:
         shape = (2, self.num_jobs, self.num_slots)
         packed = torch.from_numpy(np.stack((token, position))).view(shape)
         rows = self.num_jobs * self.num_slots
+        if self._cpu is not None:
+            self._reserve(width)
         if self._graphs is None:
             self._inputs = packed
             self._compute(width)
@@ -129,6 +137,10 @@ class Decoder:
             self._replay(min(-(-width // _WIDTH_STEP) * _WIDTH_STEP, self.max_len))
         out = self._out[:, :rows].cpu().numpy()
         return out[0].astype(np.int64), out[1].copy()
+
+    def _reserve(self, length: int) -> None:
+        if length > self.cache.max_len:
+            self.cache.grow(min(self.max_len, max(length, 2 * self.cache.max_len)))
 
     def _compute(self, width: int) -> None:
         token, position = self._inputs[0], self._inputs[1]

@@ -313,7 +313,13 @@ class _Player:
                 self._compact(slots, width)
 
     def _compact(self, slots: int, width: int) -> None:
-        order = np.argsort(self.slot_row < 0, axis=1, kind="stable")[:, :slots]
+        order = np.tile(np.arange(slots), (self.num_jobs, 1))
+        for order_S, row_S in zip(
+            order, self.slot_row, strict=True
+        ):  # only rows behind the cut move
+            free = np.nonzero(row_S[:slots] < 0)[0]
+            moving = slots + np.nonzero(row_S[slots:] >= 0)[0]
+            order_S[free[: len(moving)]] = moving
         base = np.arange(self.num_jobs)[:, None] * self.slot_row.shape[1]
         self.decoder.compact((order + base).reshape(-1), slots, width)
         self.slot_row = np.take_along_axis(self.slot_row, order, 1)
