@@ -1,4 +1,6 @@
-"""Debian's Chromium without a window, driven through its DevTools pipe: nothing to install.
+"""A dashboard in a thread, and Debian's Chromium without a window to look at it.
+
+The browser is driven through its DevTools pipe, so that there is nothing to install beside it.
 
 Messages are JSON, ended by a zero byte, on file descriptors 3 (to it) and 4 (from it):
 https://chromedevtools.github.io/devtools-protocol/
@@ -6,15 +8,22 @@ https://chromedevtools.github.io/devtools-protocol/
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
+import queue
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from nestling.dash.server import DashConfig, listening
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 WAIT_S = 60.0
@@ -23,6 +32,32 @@ WAIT_S = 60.0
 
 def find_chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """A dashboard over a folder while the block lasts; gives its address without the last slash."""
+    told: queue.Queue[str] = queue.Queue()
+    loop = asyncio.new_event_loop()
+    ends = asyncio.Event()
+
+    async def run() -> None:
+        async with listening(folder, DashConfig(port=0)) as server:
+            told.put(server.address.rstrip("/"))
+            await ends.wait()
+
+    def work() -> None:
+        loop.run_until_complete(run())
+        loop.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield told.get(timeout=60)
+    finally:
+        loop.call_soon_threadsafe(ends.set)
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 class Chromium:

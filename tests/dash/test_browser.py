@@ -1,17 +1,14 @@
 """The dashboard in a real browser."""
 
-import asyncio
 import importlib.util
 import os
-import queue
 import sys
-import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from nestling.core.rundir import RunDir
-from nestling.dash.server import DashConfig, listening
 from nestling.report.gather import gather
 from nestling.store import RunStore
 
@@ -51,33 +48,9 @@ def no_complaints(browser):
 
 @pytest.fixture(scope="module")
 def serve():
-    """Starts dashboards in threads of their own; gives their addresses."""
-    stops = []
-
-    def start(folder: Path) -> str:
-        told: queue.Queue[str] = queue.Queue()
-        loop = asyncio.new_event_loop()
-        ends = asyncio.Event()
-
-        async def run() -> None:
-            async with listening(folder, DashConfig(port=0)) as server:
-                told.put(server.address.rstrip("/"))
-                await ends.wait()
-
-        def work() -> None:
-            loop.run_until_complete(run())
-            loop.close()
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        stops.append((loop, ends, thread))
-        return told.get(timeout=60)
-
-    yield start
-    for loop, ends, thread in stops:
-        loop.call_soon_threadsafe(ends.set)
-        thread.join(30)
-        assert not thread.is_alive()
+    """Starts dashboards; gives their addresses."""
+    with ExitStack() as servers:
+        yield lambda folder: servers.enter_context(chromium.served(folder))
 
 
 @pytest.fixture(scope="module")

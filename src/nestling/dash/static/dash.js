@@ -37,6 +37,9 @@ if (themeButton) {
   });
 }
 
+// On a narrow screen the tabs scroll: begin with the one that is shown.
+document.querySelector("nav a[aria-current]")?.scrollIntoView({ inline: "center", block: "nearest" });
+
 // --- the page as it is now -----------------------------------------------------------------
 
 let loading = null;
