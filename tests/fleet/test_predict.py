@@ -68,14 +68,36 @@ def test_no_single_job_moves_a_prediction_out_of_the_others_range(
         assert true * 0.999 <= predictor.predict(shape(1.0)).seconds <= 1.1 * true * 1.001
 
 
+def test_five_jobs_of_different_sizes_give_a_line_that_one_stray_does_not_bend(
+    account: Account,
+) -> None:
+    predictor = Predictor(account.history, "cpu-core")
+    for number, bound_s in enumerate((10.0, 20.0, 30.0, 40.0)):
+        predictor.remember("run", f"j{number}", shape(bound_s), 6.0 + 0.5 * bound_s)
+    # Four: the median of 1.1, 0.8, 0.7 and 0.65.
+    assert predictor.predict(shape(100.0)).seconds == pytest.approx(75.0)
+    predictor.remember("run", "j4", shape(50.0), 6.0 + 0.5 * 50.0)
+    assert predictor.predict(shape(100.0)).seconds == pytest.approx(56.0)
+    assert predictor.predict(shape(2.0)).seconds == pytest.approx(7.0)
+    predictor.remember("run", "stray", shape(25.0), 500.0)
+    assert predictor.predict(shape(100.0)).seconds == pytest.approx(56.0, rel=0.05)
+
+
+def test_a_line_that_goes_down_is_not_believed(account: Account) -> None:
+    predictor = Predictor(account.history, "cpu-core")
+    for number, bound_s in enumerate((10.0, 20.0, 30.0, 40.0, 50.0)):
+        predictor.remember("run", f"j{number}", shape(bound_s), 60.0 - bound_s)
+    assert predictor.predict(shape(60.0)).seconds == pytest.approx(60.0)
+
+
 def test_a_past_makes_predictions_better(account: Account) -> None:
-    """Machines half as fast as the bounds suppose, times that scatter by 10 %."""
+    """Half as fast as the bounds suppose, 5 s to start, times that scatter by 10 %."""
     rng = random.Random(0)
     predictor = Predictor(account.history, "cpu-core")
     wrong_before, wrong_after = [], []
     for number in range(60):
         bound_s = rng.lognormvariate(3.0, 0.8)
-        took_s = 2.0 * bound_s * rng.lognormvariate(0.0, 0.1)
+        took_s = (5.0 + 2.0 * bound_s) * rng.lognormvariate(0.0, 0.1)
         wrong_before.append(abs(bound_s / took_s - 1))
         wrong_after.append(abs(predictor.predict(shape(bound_s)).seconds / took_s - 1))
         predictor.remember("run", f"j{number}", shape(bound_s), took_s)

@@ -26,6 +26,7 @@ from nestling.core.rundir import RunDir
 from nestling.families import bases
 from nestling.families.registry import TRAINING
 from nestling.fleet.budget import Price, load_prices
+from nestling.fleet.predict import corrected_s
 from nestling.fleet.runner import FleetRunner
 from nestling.inner.spread import with_settings
 from nestling.jobs.bundle import Bundle
@@ -37,7 +38,7 @@ from nestling.wiring import open_account, open_fleet
 
 __all__ = ["Cell", "JobTime", "matrix", "measure", "prediction_error"]
 
-_STEPS = (8, 4, 12, 16)
+_STEPS = (8, 4, 12, 16, 2, 10)
 """Of the jobs of one base, in turns: short and long ones."""
 _FEWEST = 3
 """Past jobs that say something about a machine type."""
@@ -87,7 +88,7 @@ def measure(
     config: RunConfig | None = None,
     *,
     families: Sequence[str] | None = None,
-    jobs: int = 4,
+    jobs: int = 6,
     models: Sequence[str] | None = None,
     prices: Mapping[str, Price] | None = None,
 ) -> Measured:
@@ -173,36 +174,48 @@ def cheapest(cells: Sequence[Cell], base: str) -> Cell | None:
 def prediction_error(times: Sequence[JobTime]) -> dict[str, Any]:
     """How far predictions are off: standard deviation of the logarithm of measured over predicted.
 
-    `by_bounds`: the figure of the probe. `by_history`: corrected by the median of the other jobs
-    of the same base and family, as `fleet.predict` does. `wall` is what a worker was kept, with
+    `by_bounds`: the figure of the probe. `by_history`: corrected by `fleet.predict` from the other
+    jobs of the same base and family. `wall` is what a worker was kept, with
     whatever else the machine did; `cpu` is the job alone.
     """
     done = [one for one in times if one.status == "succeeded" and one.bound_s > 0]
     return {
         "jobs": len(done),
-        "wall": _error(done, [one.seconds / one.bound_s for one in done]),
-        "cpu": _error(done, [one.cpu_s / one.bound_s for one in done]),
+        "wall": _error(done, [one.seconds for one in done]),
+        "cpu": _error(done, [one.cpu_s for one in done]),
     }
 
 
-def _error(done: Sequence[JobTime], ratios: Sequence[float]) -> dict[str, float | None]:
-    if len(done) < _FEWEST or min(ratios) <= 0:
+def _error(done: Sequence[JobTime], took_s: Sequence[float]) -> dict[str, float | None]:
+    if len(done) < _FEWEST or min(took_s) <= 0:
         return {"ratio_median": None, "by_bounds": None, "by_history": None}
-    logs = [math.log(ratio) for ratio in ratios]
+    jobs = [_past(one, seconds) for one, seconds in zip(done, took_s, strict=True)]
+    ratios = [one.seconds / one.bound_s for one in jobs]
     corrected = []
-    for number, one in enumerate(done):
+    for number, one in enumerate(jobs):
         kin = [
-            log
-            for other, log in enumerate(logs)
-            if other != number and (done[other].base, done[other].family) == (one.base, one.family)
+            other
+            for at, other in enumerate(jobs)
+            if at != number and (other.base, other.family) == (one.base, one.family)
         ]
         if len(kin) >= _FEWEST:
-            corrected.append(logs[number] - median(kin))
+            corrected.append(math.log(one.seconds / corrected_s(one.bound_s, kin)))
     return {
         "ratio_median": round(median(ratios), 3),
-        "by_bounds": round(stdev(logs), 3),
+        "by_bounds": round(stdev(math.log(ratio) for ratio in ratios), 3),
         "by_history": round(stdev(corrected), 3) if len(corrected) >= _FEWEST else None,
     }
+
+
+def _past(one: JobTime, seconds: float) -> PastJob:
+    return PastJob(
+        family=one.family,
+        base=one.base,
+        machine="",
+        turns=0.0,
+        bound_s=one.bound_s,
+        seconds=seconds,
+    )
 
 
 def _known(
@@ -237,8 +250,7 @@ def _known(
     kin = [one for one in past if one.base == base]
     if len(kin) < _FEWEST:
         return cell
-    ratio = median(one.seconds / one.bound_s for one in kin)
-    seconds = ratio * fmean(one.bound_s for one in times if one.base == base)
+    seconds = fmean(corrected_s(one.bound_s, kin) for one in times if one.base == base)
     return cell.model_copy(
         update={
             "source": "history",

@@ -37,7 +37,7 @@ pods.add_to(command)
 @command.command("bench")
 @click.option("--families", metavar="A,B,...", help="Whose template jobs; default: two of them.")
 @click.option("--bases", metavar="A,B,...", help="Base models; default: all shipped ones.")
-@click.option("--jobs", type=click.IntRange(1, 100), default=4, show_default=True,
+@click.option("--jobs", type=click.IntRange(1, 100), default=6, show_default=True,
               help="Of each family and base.")  # fmt: skip
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False),
