@@ -100,14 +100,9 @@ class Predictor:
 
     def _past(self, shape: JobShape) -> Sequence[PastJob]:
         """The nearest kin that there are enough of."""
-        machine = self._machine
-        kin: tuple[dict[str, str], ...] = (
-            {"base": shape.base, "family": shape.family},
-            {"base": shape.base},
-            {},
-        )
-        for narrower in kin:
-            past = self._history.newest(machine=machine, **narrower)
+        kin = ((shape.base, shape.family), (shape.base, None), (None, None))
+        for base, family in kin:
+            past = self._history.newest(machine=self._machine, base=base, family=family)
             if len(past) >= _FEWEST:
                 return past
         return []
