@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("gguf")
 
 from nestling.core.errors import ModelError
+from nestling.engine.chat import Message, prompt_ids, render_call, tool_result_ids
 from nestling.engine.checkpoint import load_model
 from nestling.engine.gguf_folder import convert
 from nestling.engine.tokenizer import Tokenizer
@@ -81,6 +82,62 @@ def test_content_that_spells_a_marker_of_gemma_stays_content(
     for text in (marker, f"ann{marker} ann", marker * 2):
         assert gemma_tokenizer.special_ids.isdisjoint(gemma_tokenizer.encode(text))
         assert gemma_tokenizer.decode(gemma_tokenizer.encode(text)) == text
+
+
+SYSTEM, ASK = "you add up.", "ann has 12 apples"
+
+
+def test_gemma_opens_with_the_system_in_the_users_turn(gemma_tokenizer: Tokenizer) -> None:
+    messages = [Message(role="system", content=SYSTEM), Message(role="user", content=ASK)]
+    text = gemma_tokenizer.decode(prompt_ids(gemma_tokenizer, messages))
+    assert text == (
+        f"<bos><start_of_turn>user\n{SYSTEM}\n\n{ASK}<end_of_turn>\n<start_of_turn>model\n"
+    )
+    alone = gemma_tokenizer.decode(prompt_ids(gemma_tokenizer, messages[1:]))
+    assert alone == text.replace(f"{SYSTEM}\n\n", "")
+    schema = {"type": "function", "function": {"name": "calc"}}
+    shown = gemma_tokenizer.decode(prompt_ids(gemma_tokenizer, messages, [schema]))
+    assert shown.startswith(f"<bos><start_of_turn>user\n{SYSTEM}\n\n# Tools\n")
+    assert shown.endswith(f"</tool_call>\n\n{ASK}<end_of_turn>\n<start_of_turn>model\n")
+
+
+def test_a_history_of_gemma_is_what_a_rollout_appends(gemma_tokenizer: Tokenizer) -> None:
+    tokenizer = gemma_tokenizer
+    opening = [Message(role="system", content=SYSTEM), Message(role="user", content=ASK)]
+    call = render_call("calc", {"expression": "1+2"})
+    whole = prompt_ids(
+        tokenizer,
+        [*opening, Message(role="assistant", content=call), Message(role="tool", content="3")],
+    )
+    appended = [
+        *prompt_ids(tokenizer, opening),
+        *tokenizer.encode(call),
+        tokenizer.turn_end_id,
+        *tool_result_ids(tokenizer, "3"),
+    ]
+    assert whole == appended
+    assert tokenizer.decode(whole).endswith(
+        "<start_of_turn>user\n<tool_response>\n3\n</tool_response><end_of_turn>\n"
+        "<start_of_turn>model\n"
+    )
+
+
+@pytest.mark.parity
+def test_transformers_builds_the_same_prompt_for_gemma(
+    gemma_tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    gemma_tokenizer.save(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    turns = [("system", SYSTEM), ("user", ASK), ("assistant", "ann"), ("tool", "3")]
+    ids = theirs.apply_chat_template(
+        [{"role": role, "content": content} for role, content in turns],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    messages = [Message(role=role, content=content) for role, content in turns]
+    assert ids == prompt_ids(gemma_tokenizer, messages)
 
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
