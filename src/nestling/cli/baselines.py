@@ -30,15 +30,24 @@ __all__ = ["command"]
     "--split", type=click.Choice(["a", "b"]), default="a", show_default=True,
     help="a is what agents are told, b is what pays them.",
 )  # fmt: skip
+@click.option(
+    "--set", "settings", multiple=True, metavar="A.B=VALUE", help="Change one recipe setting."
+)
 @json_option
-def command(families: str, items: int, split: Literal["a", "b"], as_json: bool) -> int:
+def command(
+    families: str,
+    items: int,
+    split: Literal["a", "b"],
+    settings: tuple[str, ...],
+    as_json: bool,
+) -> int:
     """Score the untrained base models; what was computed before is read from the state folder."""
     from nestling.bench.room import room_here
     from nestling.families.base_card import wilson
 
     names = families_of(families)
     # No job runs here, so no jail is needed: our own tools and graders score our own models.
-    config = recipe([]).model_copy(update={"unsafe_no_jail": True})
+    config = recipe(settings).model_copy(update={"unsafe_no_jail": True})
     found: list[Baseline] = []
     with room_here(config) as room:
         for family in names:
