@@ -22,6 +22,8 @@ from nestling.families.registry import HELD_OUT, TRAINING
 from nestling.fleet.budget import Caps
 from nestling.fleet.pod_config import RunpodFleet
 from nestling.fleet.slots import Gpu
+from nestling.inner.models_config import ModelsConfig
+from nestling.inner.stack_config import StackConfig
 from nestling.outer.config import EmbeddedConfig, OuterConfig, TinkerConfig
 
 __all__ = [
@@ -31,6 +33,7 @@ __all__ = [
     "InnerConfig",
     "LearnerConfig",
     "LocalFleet",
+    "ModelsConfig",
     "RayFleet",
     "ReferenceArm",
     "ReferenceConfig",
@@ -47,7 +50,9 @@ class FamiliesConfig(Frozen):
     """What is taught and what is only measured."""
 
     training: tuple[str, ...] = TRAINING
+    """Families whose episodes train the agent."""
     held_out: tuple[str, ...] = HELD_OUT
+    """Families of the sweeps; the agent never trains on them."""
 
 
 class AgentConfig(Frozen):
@@ -58,6 +63,7 @@ class AgentConfig(Frozen):
     style: Literal["compact", "full"] = "compact"
     """Prompt: compact for tiny models, full with tool schemas for large ones."""
     max_turns: int = Field(16, ge=2, le=200)
+    """Turns after which an episode ends."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """Where the agent is sampled and trained."""
     template_options: dict[str, bool | int | str] = Field(default_factory=dict)
@@ -68,17 +74,23 @@ class RewardConfig(Frozen):
     """How an episode is paid; both kinds are always computed and recorded."""
 
     kind: RewardKind = "seed"
+    """`seed` is the published formula; `paired` pays only what training is shown to have added."""
     weights: RewardWeights = RewardWeights()
 
 
 class InnerConfig(Frozen):
     """How jobs are trained and scored."""
 
+    trainer: Literal["embedded", "stacked"] = "embedded"
+    """embedded: each worker holds its job's model; stacked: one process per device holds all of them."""
+    stack: StackConfig = StackConfig()
+    """Read when `trainer` is stacked."""
     eval_items: int = Field(200, ge=8, le=10_000)
     """Hidden items per scoring; the same ones before and after training."""
     train_wall_s: float = Field(300.0, gt=0)
     """Wall-clock limit of one training."""
     score_wall_s: float = Field(300.0, gt=0)
+    """Wall-clock limit of one scoring."""
     keep_models: bool = False
     """Keep every trained small model in the run folder."""
     seed: int = Field(0, ge=0)
@@ -176,6 +188,7 @@ class ReferenceConfig(Frozen):
     """Scripted policies that are played in every sweep, for comparison."""
 
     arms: tuple[ReferenceArm, ...] = ("noop", "random", "template")
+    """Which ones."""
     training_families: bool = True
     """Sweep the training families too, not only the held-out ones."""
 
@@ -184,11 +197,13 @@ class RunConfig(Frozen):
     """Everything a run needs; every field has a default that runs on two cores."""
 
     name: str = Field("run", pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
+    """Of the run folder, and in reports."""
     families: FamiliesConfig = FamiliesConfig()
     agent: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
     outer: OuterConfig = OuterConfig()
     learner: LearnerConfig = EmbeddedConfig()
+    models: ModelsConfig = ModelsConfig()
     inner: InnerConfig = InnerConfig()
     fleet: FleetConfig = LocalFleet()
     references: ReferenceConfig = ReferenceConfig()

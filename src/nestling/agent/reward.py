@@ -38,8 +38,11 @@ class RewardWeights(Frozen):
     """The numbers that are enforced, and from which the agent's instructions are rendered."""
 
     validation: float = Field(0.35, ge=0, le=1)
+    """Weight of the term for a submission that passes the probe."""
     quality: float = Field(0.60, ge=0, le=1)
+    """Weight of the term for the trained model."""
     speed: float = Field(0.05, ge=0, le=1)
+    """Weight of the term for a job below its budget."""
     by_attempt: tuple[float, ...] = (1.0, 0.8, 0.6)
     """Validation term when attempt 1, 2, ... is the valid one; its length is the cap on attempts."""
     no_submission: float = Field(-0.1, ge=-1, le=0)

@@ -17,7 +17,9 @@ from nestling.core.errors import ConfigError, NestlingError
 __all__ = ["cli", "main"]
 
 _COMMANDS = {
+    "init": ("init", "Write a recipe, an example job and editor schemas into a folder."),
     "run": ("run", "Run the nested loop from a recipe."),
+    "cookbook": ("cookbook", "Train with tinker-cookbook's own loop."),
     "job": ("job", "Check, run, show or render one training job."),
     "episode": ("episode", "Play one episode with a policy."),
     "eval-agent": ("eval_agent", "Compare agents on families, with intervals."),
@@ -32,6 +34,8 @@ _COMMANDS = {
     "report": ("report", "Write the static HTML report of a run."),
     "bench": ("bench", "Measure this machine."),
     "redteam": ("redteam", "Attack the machine room; exits 1 when an attack succeeds."),
+    "schema": ("schema", "The keys of a recipe or of job.toml, as a schema or a page."),
+    "completion": ("completion", "Tab completion for bash, zsh or fish."),
     "doctor": ("doctor", "What is installed, what is missing, and the fix."),
 }
 
@@ -82,7 +86,7 @@ def cli() -> None:
 def main() -> None:
     """Entry point: runs the command and exits with its code."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(prog_name="nestling", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(2)

@@ -55,7 +55,9 @@ class Caps(Frozen):
     """The most that may be reserved and spent together; None is no cap."""
 
     run_usd: float | None = Field(None, ge=0)
+    """By all jobs of the run."""
     episode_usd: float | None = Field(None, ge=0)
+    """By the jobs of one episode."""
     day_usd: float | None = Field(None, ge=0)
     """By all runs of this state folder, per UTC day."""
 

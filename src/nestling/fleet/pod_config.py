@@ -26,11 +26,13 @@ class Rung(Frozen):
     count: int = Field(1, ge=1, le=16)
     """GPUs of one pod."""
     cloud: Literal["SECURE", "COMMUNITY"] = "SECURE"
+    """Kind of host; community hosts are cheaper and less certain."""
     data_centers: tuple[str, ...] = ()
     """Upper-case ids; empty: anywhere. Anything narrower makes refusals likelier."""
     max_usd_per_hour: float = Field(gt=0)
     """For a whole pod; a dearer one is not taken."""
     min_cuda_version: str | None = Field(None, pattern=r"^\d+\.\d+$")
+    """Oldest CUDA version the host may have; none: any."""
 
     @field_validator("gpu")
     @classmethod
@@ -58,6 +60,7 @@ class RunpodFleet(Frozen):
     pins: dict[str, str] = Field(default_factory=dict)
     """Package to its exact version or git revision, checked in the pod before any work."""
     disk_gb: int = Field(40, ge=1, le=2000)
+    """Container disk of a pod."""
     address: str
     """`https://host:port` under which pods reach this controller."""
     listen: str = "0.0.0.0:8443"
@@ -65,6 +68,7 @@ class RunpodFleet(Frozen):
     pool: str = Field("nestling", pattern=r"^[a-z][a-z0-9]{1,19}$")
     """First part of every pod's name: what `fleet down --all` ends."""
     api_url: str = "https://api.runpod.io/v2"
+    """Where the account is asked; a loopback address for the simulated one."""
     max_usd_per_hour: float = Field(8.0, gt=0)
     """Of all pods together."""
     max_usd: float | None = Field(None, gt=0)
@@ -72,6 +76,7 @@ class RunpodFleet(Frozen):
     idle_s: float = Field(300.0, gt=0)
     """A pod without work for so long is ended."""
     create_s: float = Field(60.0, gt=0)
+    """Time limit of the request that creates a pod."""
     boot_s: float = Field(600.0, gt=0)
     """From the request to the first word of the worker."""
     ready_s: float = Field(600.0, gt=0)
@@ -79,6 +84,7 @@ class RunpodFleet(Frozen):
     heartbeat_s: float = Field(60.0, gt=0)
     """A worker that is not heard for so long is dead."""
     max_age_s: float = Field(86400.0, gt=0)
+    """A pod older than this ends itself."""
     lost_controller_s: float = Field(900.0, gt=0)
     """A pod that cannot reach any controller for so long ends itself."""
     tick_s: float = Field(12.0, gt=0)

@@ -29,6 +29,7 @@ class Gpu(Frozen):
     """One GPU of this machine, found or given."""
 
     memory_gib: float = Field(gt=0)
+    """Memory of the device."""
     jobs: int = Field(0, ge=0, le=4096)
     """Jobs at the same time; 0: as many as fit into its memory."""
     device: str = Field("", pattern=r"^[A-Za-z0-9-]*$")

@@ -34,6 +34,7 @@ class ModelsConfig(Frozen):
     shipped: bool = True
     """Offer the models of the package. With open models beside them, their bounds are the open ones."""
     extra: tuple[ExtraModel, ...] = ()
+    """Base models of the hub that jobs may choose too."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     """Where jobs are trained and scored when each has a process of its own."""
 

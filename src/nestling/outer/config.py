@@ -21,6 +21,7 @@ class HeldOutConfig(Frozen):
     episodes: int = Field(8, ge=1, le=10_000)
     """Episodes per family and arm."""
     confidence: float = Field(0.95, gt=0.5, lt=1.0)
+    """Of the intervals."""
     resamples: int = Field(2_000, ge=100, le=100_000)
     """Bootstrap and permutation draws."""
 
@@ -31,6 +32,7 @@ class OuterConfig(Frozen):
     seed: int = Field(0, ge=0)
     """Root of every random choice of the run."""
     steps: int = Field(5, ge=1, le=100_000)
+    """Updates of the agent."""
     groups_per_step: int = Field(1, ge=1, le=1_024)
     """Groups in one update; each group is one task played `group_size` times."""
     group_size: int = Field(8, ge=2, le=256)
@@ -45,6 +47,7 @@ class OuterConfig(Frozen):
     """Wall-clock limit of one episode, its job included."""
 
     loss: LossKind = "importance_sampling"
+    """Of the policy gradient; stale groups may need `ppo_clip`, see `over_stale`."""
     clip: float = Field(0.2, gt=0, lt=1)
     """Half width of the ratio interval of `ppo_clip`."""
     kl_coef: float = Field(0.03, ge=0)
@@ -59,6 +62,7 @@ class OuterConfig(Frozen):
     temperature: float = Field(0.7, gt=0, le=2)
     """Part of the agent's definition: the same in training and in evaluation."""
     max_turn_tokens: int = Field(512, ge=1)
+    """Most tokens the agent may sample in one turn."""
     max_total_tokens: int = Field(2_048, ge=2)
     """Tokens of one whole episode, prompt and tool results included."""
     held_out: HeldOutConfig = HeldOutConfig()
@@ -95,10 +99,13 @@ class EmbeddedConfig(Frozen):
     lora_rank: int = Field(0, ge=0, le=256)
     """0 trains all weights."""
     lora_alpha_per_rank: float = Field(4.0, gt=0)
+    """Scale of the adapter: alpha divided by the rank."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients longer than this are shortened to it."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW; the values of hosted services, shorter-sighted than torch's."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW, decoupled."""
     token_budget: int | None = Field(None, ge=1)
     """Padded tokens of one micro-batch; None: what suits the device."""
     seed: int = Field(0, ge=0)
@@ -114,6 +121,7 @@ class TinkerConfig(Frozen):
     base_url: str = ""
     """A Tinker-compatible server; empty: the hosted service."""
     lora_rank: int = Field(8, ge=1, le=256)
+    """Rank of the adapter that the service trains."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Of the fresh adapter."""
     checkpoint_ttl_s: int = Field(604_800, ge=3_600)
