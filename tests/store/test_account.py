@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,21 +74,30 @@ def test_a_run_store_is_no_account(tmp_path: Path) -> None:
         Account(tmp_path / "run.db")
 
 
-def _open_and_reserve(path: Path, name: str) -> None:
-    with Account(path) as account:
-        assert account.ledger.reserve(name, held("a", 1), None) is None
+_OPEN_AND_RESERVE = """
+import sys
+from pathlib import Path
+from nestling.store.account import Account
+from nestling.store.ledger import OpenReservation
+sys.stdin.read(1)  # all begin together
+with Account(Path(sys.argv[1])) as account:
+    held = OpenReservation(id="a", day="2031-01-31", microusd=1)
+    assert account.ledger.reserve(sys.argv[2], held, None) is None
+"""
 
 
 def test_many_processes_may_make_the_file_at_the_same_moment(tmp_path: Path) -> None:
     path = tmp_path / "account.db"
-    context = multiprocessing.get_context("fork")
     processes = [
-        context.Process(target=_open_and_reserve, args=(path, f"run{n}")) for n in range(12)
+        subprocess.Popen(
+            [sys.executable, "-c", _OPEN_AND_RESERVE, str(path), f"run{number}"],
+            stdin=subprocess.PIPE,
+        )
+        for number in range(8)
     ]
     for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * 12
+        assert process.stdin is not None
+        process.stdin.close()
+    assert [process.wait(60) for process in processes] == [0] * 8
     with Account(path) as account:
-        assert account.ledger.total("2031-01-31").reserved_microusd == 12
+        assert account.ledger.total("2031-01-31").reserved_microusd == 8
