@@ -38,7 +38,7 @@ def main() -> None:
         command = ["uv", "pip", "compile", str(source), "-o", str(target), "-q", "--universal"]
         command += ["--python-version", "3.11", "--generate-hashes", "--no-header"]
         command += ["--no-annotate", "--no-emit-index-url"]
-        subprocess.run(command, check=True)  # noqa: S603 (a fixed command)
+        subprocess.run(command, check=True)
         (ROOT / "constraints.txt").write_text(HEADER + target.read_text())
 
 

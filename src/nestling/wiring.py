@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from nestling import __version__
-from nestling.agent.episode import EpisodeLimits, EpisodeTask
+from nestling.agent.episode import EpisodeLimits, EpisodeTask, run_episode
 from nestling.agent.episode_result import EpisodeResult
 from nestling.agent.job_runner import JobRunner
 from nestling.agent.policies.scripted import scripted
@@ -91,6 +91,7 @@ __all__ = [
     "open_pods",
     "open_room",
     "plan_run",
+    "play_cookbook",
     "play_run",
 ]
 
@@ -254,6 +255,58 @@ async def play_run(config: RunConfig, folder: Path, hooks: RunHooks | None = Non
                     return await _train(config, fleet, agent, writer, told, clock)
                 finally:
                     agent.learner.close()
+
+
+async def play_cookbook(config: RunConfig, folder: Path) -> None:
+    """Our episodes and machine room under tinker-cookbook's own training loop.
+
+    Raises:
+        ConfigError: the recipe's learner is no Tinker service, or the extra is not installed.
+        FleetError, LearnerError, StoreError: resumable by calling again.
+    """
+    if not isinstance(config.learner, TinkerConfig):
+        raise ConfigError(
+            f"learner.kind = {config.learner.kind!r}; expected tinker, all that the cookbook can train; "
+            "set it, or use `nestling run`"
+        )
+    try:
+        from nestling.outer.bridge.cookbook import EpisodeDataset, train_with_cookbook
+    except ImportError as error:
+        raise ConfigError(
+            f"tinker-cookbook cannot be imported ({error}); expected the extra `cookbook`; install it "
+            'in an environment of its own: pip install "nestling[cookbook]"'
+        ) from error
+    from nestling.agent.chat_template import ChatTemplate
+    from nestling.outer.bridge.episodes import plays_of
+    from nestling.outer.learners.tinker_open import refuse_problems
+
+    check_names(config)
+    run = _open_run(config, folder)
+    tokenizer_folder = agent_folder(config.agent.model)
+    chat = ChatTemplate.load(tokenizer_folder, config.agent.template_options)
+    refuse_problems(await learner_findings(config))
+    async with _writing(run) as writer:
+        with run.lock():
+            await writer.run(lambda: _note_facts(config, writer.store))
+            async with open_fleet(config, run, writer) as fleet:
+
+                async def play(plan: EpisodePlan, policy: Policy) -> EpisodeResult:
+                    runner = fleet.for_episode(plan.episode_id, plan.group_id)
+                    return await run_episode(episode_task(config, plan), policy, runner)
+
+                dataset = EpisodeDataset(
+                    config.outer,
+                    config.families.training,
+                    plays_of(play, chat, config.outer),
+                    stop_ids=[chat.tokenizer.turn_end_id],
+                )
+                await train_with_cookbook(
+                    config.outer,
+                    config.learner,
+                    dataset,
+                    tokenizer_folder=tokenizer_folder,
+                    log_path=run.root / "cookbook",
+                )
 
 
 @asynccontextmanager

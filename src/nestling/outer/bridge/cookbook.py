@@ -7,7 +7,9 @@ reward, not the end of the run; what goes wrong in the loop's own sampler is the
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import chz
@@ -24,11 +26,12 @@ from tinker_cookbook.rl.types import (
 
 from nestling.outer.bridge.episodes import FAULT_REWARD, EpisodePay, Play
 from nestling.outer.bridge.inversion import InvertedEpisode, TurnWanted
-from nestling.outer.config import OuterConfig
-from nestling.outer.learner import Sampled
+from nestling.outer.config import OuterConfig, TinkerConfig
+from nestling.outer.learner import LossSpec, Sampled
+from nestling.outer.learners import tinker_loss
 from nestling.outer.plan import EpisodePlan, GroupPlan, plan_group
 
-__all__ = ["EpisodeDataset", "EpisodeEnv", "EpisodeGroup", "dataset_builder"]
+__all__ = ["EpisodeDataset", "EpisodeEnv", "EpisodeGroup", "dataset_builder", "train_with_cookbook"]
 
 
 class EpisodeEnv(Env):  # type: ignore[misc]  # untyped where the cookbook is not installed
@@ -179,6 +182,58 @@ def dataset_builder(dataset: EpisodeDataset) -> RLDatasetBuilder:
             return dataset, None
 
     return EpisodeDatasetBuilder()
+
+
+async def train_with_cookbook(
+    config: OuterConfig,
+    learner: TinkerConfig,
+    dataset: EpisodeDataset,
+    *,
+    tokenizer_folder: Path,
+    log_path: Path,
+) -> None:
+    """The cookbook's own loop over our episodes; resumes from its own checkpoints in `log_path`.
+
+    Settings that our loop has and the cookbook's has not are left out: warm-up, `kl_coef`, what becomes
+    of groups that are too stale.
+    """
+    from tinker_cookbook.rl import train
+    from tinker_cookbook.tokenizer_utils import register_tokenizer
+    from transformers import AutoTokenizer
+
+    register_tokenizer(
+        learner.base_model, lambda: AutoTokenizer.from_pretrained(str(tokenizer_folder))
+    )
+    loss, settings = tinker_loss.on_the_wire(LossSpec(kind=config.loss, clip=config.clip))
+    pace: dict[str, Any] = {
+        "max_steps_off_policy": config.max_staleness,
+        "groups_per_batch": config.groups_per_step,
+    }
+    if (
+        "loss_fn" in inspect.signature(train.AsyncConfig).parameters
+    ):  # 0.6: an async loss of its own
+        pace |= {"loss_fn": loss, "loss_fn_config": settings or None}
+    await train.main(
+        train.Config(
+            model_name=learner.base_model,
+            recipe_name="nestling",
+            base_url=learner.base_url or None,
+            log_path=str(log_path),
+            dataset_builder=dataset_builder(dataset),
+            learning_rate=config.learning_rate,
+            lora_rank=learner.lora_rank,
+            loss_fn=loss,
+            loss_fn_config=settings or None,
+            temperature=config.temperature,
+            max_tokens=config.max_turn_tokens,
+            ttl_seconds=learner.checkpoint_ttl_s,
+            rollout_error_tolerance=True,
+            eval_every=0,
+            save_every=1,
+            num_groups_to_log=0,
+            async_config=train.AsyncConfig(**pace) if config.max_staleness else None,
+        )
+    )
 
 
 def _observation(wanted: TurnWanted) -> tinker.ModelInput:

@@ -6,11 +6,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from nestling.agent.chat_template import ChatTemplate
 from nestling.agent.episode_result import EpisodeResult
+from nestling.agent.policy import Policy
 from nestling.agent.token_policy import TokenPolicy
 from nestling.outer.bridge.inversion import BridgeSampler
+from nestling.outer.config import OuterConfig
 from nestling.outer.plan import EpisodePlan
-from nestling.outer.player import AgentPlayer
 
 __all__ = ["FAULT_REWARD", "EpisodePay", "Play", "pay_of", "plays_of"]
 
@@ -42,7 +44,11 @@ def pay_of(result: EpisodeResult) -> EpisodePay:
     return EpisodePay(reward=reward, metrics=metrics, logs={"outcome": result.detail[:500]})
 
 
-def plays_of(player: AgentPlayer) -> Callable[[EpisodePlan], Play]:
+def plays_of(
+    play_policy: Callable[[EpisodePlan, Policy], Awaitable[EpisodeResult]],
+    chat: ChatTemplate,
+    config: OuterConfig,
+) -> Callable[[EpisodePlan], Play]:
     """Planned episodes of our harness, every turn asked of the loop that drives them.
 
     Log-probabilities are the loop's business: those in the results are zeros.
@@ -51,14 +57,14 @@ def plays_of(player: AgentPlayer) -> Callable[[EpisodePlan], Play]:
     def make(plan: EpisodePlan) -> Play:
         async def play(sampler: BridgeSampler) -> EpisodePay:
             policy = TokenPolicy(
-                tokenizer=player.tokenizer,
+                tokenizer=chat.tokenizer,
                 sampler=sampler,
-                chat=player.chat,
-                temperature=player.config.temperature,
-                max_turn_tokens=player.config.max_turn_tokens,
-                max_total_tokens=player.config.max_total_tokens,
+                chat=chat,
+                temperature=config.temperature,
+                max_turn_tokens=config.max_turn_tokens,
+                max_total_tokens=config.max_total_tokens,
             )
-            return pay_of(await player.play_policy(plan, policy))
+            return pay_of(await play_policy(plan, policy))
 
         return play
 
