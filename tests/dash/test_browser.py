@@ -178,6 +178,21 @@ def test_filter_while_typing_and_by_choice(browser, site, runs):
     assert browser.js(rows) == len(found)
 
 
+def test_pages_are_whole_without_scripts(browser, site, runs):
+    browser.send("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open(f"{site}/runs/calm/episodes?family=triage", "document.querySelector('h1')")
+        assert browser.js("document.getElementById('live').textContent") == "not live"
+        found = [one for one in gather(runs / "calm").episodes if one.family == "triage"]
+        rows = browser.js("document.querySelectorAll('main tbody tr').length")
+        assert rows == min(100, len(found))
+        assert browser.js("document.querySelector('form.filters button[type=submit]').offsetHeight")
+        browser.open(f"{site}/runs/calm", "document.querySelector('.chart path')")
+        assert browser.js("document.querySelector('.readout').textContent").startswith("step 3:")
+    finally:
+        browser.send("Emulation.setScriptExecutionDisabled", value=False)
+
+
 def test_everything_can_be_reached_with_the_keyboard(browser, site):
     browser.look()
     browser.open(f"{site}/runs/calm")
@@ -237,3 +252,21 @@ def test_the_page_says_when_the_run_is_gone(browser, serve, make_run, tmp_path):
     )
     folder.rename(tmp_path / "away")
     browser.wait("document.querySelector('#live').textContent === 'run gone'")
+
+
+def test_what_a_reader_opened_stays_open_when_the_page_changes(browser, serve, make_run, tmp_path):
+    folder = make_run(tmp_path / "run", steps=2, planned=3, measured=False)
+    browser.open(
+        f"{serve(tmp_path)}/runs/run", "document.querySelector('#live').dataset.state === 'on'"
+    )
+    browser.js("document.querySelector('details[data-key=reward]').open = true")
+    browser.js("document.querySelector('.chart').focus()")
+    browser.press("Home")
+    browser.js("window.scrollTo(0, 300)")
+    make_run(folder, steps=3, planned=3, measured=False)
+    browser.wait("document.querySelector('.page-head').textContent.includes('3 of 3')")
+    assert browser.js("document.querySelector('details[data-key=reward]').open")
+    assert not browser.js("document.querySelector('details[data-key=limits]').open")
+    assert browser.js("document.querySelector('.readout').textContent").startswith("step 1: agent")
+    assert browser.js("document.activeElement.className") == "chart"
+    assert browser.js("Math.round(scrollY)") == 300

@@ -44,6 +44,7 @@ document.querySelector("nav a[aria-current]")?.scrollIntoView({ inline: "center"
 
 let loading = null;
 let asksAgain = false;
+let served = document.getElementById("main").innerHTML;
 
 function openDetails() {
   const found = new Map();
@@ -71,8 +72,11 @@ function putIn(text) {
     const now = fresh.querySelector(selector);
     if (old && now && old.innerHTML !== now.innerHTML) old.replaceWith(document.adoptNode(now));
   }
-  if (main.innerHTML === next.innerHTML) return;
+  // Compared with what was served, not with what is there: opened details are no news.
+  if (served === next.innerHTML) return;
+  served = next.innerHTML;
   const open = openDetails();
+  const pointed = [...main.querySelectorAll(".chart")].map((one) => one.dataset.at);
   const places = scrolled();
   const focused = document.activeElement;
   const focusId = focused && main.contains(focused) ? focused.id : "";
@@ -85,6 +89,9 @@ function putIn(text) {
   }
   [...main.querySelectorAll(".scroll, pre")].forEach((one, index) => {
     if (places[index]) [one.scrollLeft, one.scrollTop] = places[index];
+  });
+  [...main.querySelectorAll(".chart")].forEach((one, index) => {
+    if (pointed[index] !== undefined) point(one, Number(pointed[index]));
   });
   const again = focusId ? document.getElementById(focusId) : main.querySelectorAll(".chart")[chartIndex];
   if (again) {
