@@ -4,6 +4,7 @@ import torch
 from nestling.engine.cpu_step import CpuStep
 from nestling.engine.lora import LoraConfig, LoraWeights
 from nestling.engine.model import KVCache, Model, decode, extend
+from nestling.engine.shared_prompts import SharedPrompts
 
 from .conftest import make_model
 
@@ -61,3 +62,43 @@ def test_refuses_what_it_cannot_compute() -> None:
     half.compute_dtype = torch.bfloat16
     for model in (several, normed, half):
         assert not CpuStep.fits(model.params(), model.config)
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_kv_heads": 4}, {"num_kv_heads": 1}])
+@pytest.mark.parametrize("lengths", [(20, 20), (24, 18)])
+def test_shared_prompts_change_nothing_but_rounding(
+    changes: dict[str, object], lengths: tuple[int, int]
+) -> None:
+    model = make_model(**changes)
+    config, params = model.config, model.params()
+    plain, shared = (CpuStep(params, config, KVCache(config, 6, 48)) for _ in range(2))
+    shared.prompts = SharedPrompts(shared.cache, worth_bytes=0)
+    groups = [[0, 3, 4], [1, 2]]  # neighbours in the cache need not share a prompt
+    for ours in (plain, shared):
+        for seed, (group, length) in enumerate(zip(groups, lengths, strict=True)):
+            ids = (torch.arange(length) * (seed + 3))[None] % 13 + 5
+            for row in group:
+                ours.extend(ids, torch.tensor([0]), torch.tensor([row]))
+            if ours is shared:
+                ours.prompts.add(group, length)
+    assert shared.prompts.plan(5) is not None
+    assert plain.prompts.plan(5) is None
+    start = torch.tensor([lengths[0], lengths[1], lengths[1], lengths[0], lengths[0]])
+
+    def compare(token: torch.Tensor, position: torch.Tensor) -> None:
+        width = int(position.max()) + 1
+        found = shared.decode(token, position, width)
+        assert (found - plain.decode(token, position, width)).abs().max() < 2e-5
+
+    for step in range(3):
+        compare(torch.tensor([5, 6, 7, 8, 9]) + step, start + step)
+    for ours in (plain, shared):  # row 1 has ended, row 4 takes its place
+        ours.cache.move(torch.tensor([4]), torch.tensor([1]), 40)
+        ours.prompts.move([4], [1])
+    position = torch.stack((start[0] + 3, start[4] + 3, start[2] + 3, start[3] + 3))
+    assert shared.prompts.plan(4) is not None
+    compare(torch.tensor([5, 6, 7, 8]), position)
+    assert SharedPrompts(shared.cache).plan(4) is None
+    shared.prompts.forget([2])
+    assert shared.prompts.plan(4) is None
+    compare(torch.tensor([6, 7, 8, 9]), position + 1)

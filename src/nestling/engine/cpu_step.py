@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nestling.engine.config import ModelConfig
 from nestling.engine.model import KVCache, Linear, Params, rotary_tables
+from nestling.engine.shared_prompts import PromptPlan, SharedPrompts
 
 __all__ = ["CpuStep"]
 
@@ -41,6 +42,7 @@ class CpuStep:
     ) -> None:
         """`max_len`: positions there can be, where the cache may grow to them later."""
         self.config, self.cache = config, cache
+        self.prompts = SharedPrompts(cache)
         longest = max_len or cache.max_len
         with torch.inference_mode():
             self._embed = params.embed[0]
@@ -82,10 +84,9 @@ class CpuStep:
         config, R = self.config, token.shape[0]
         H, K, d = config.num_heads, config.num_kv_heads, config.head_dim
         groups, row = H // K, self._row[:R]
-        mask = None
-        if int(position.min()) < width - 1:
-            mask = torch.zeros(R, 1, width)
-            mask.masked_fill_((self._place[:width] > position[:, None])[:, None], -math.inf)
+        plan = self.prompts.plan(R)
+        first = 0 if plan is None else plan.start
+        mask = self._mask(position, width, plan)
         turn = self._turn[position]
         x = self._embed[token]
         for i, layer in enumerate(self._layers):
@@ -94,15 +95,39 @@ class CpuStep:
             keys[row, :, position] = turned[:, H:]
             values[row, :, position] = v
             query = turned[:, :H].reshape(R * K, groups, d)
-            seen = keys[:R].view(R * K, -1, d)[:, :width]
-            scores = torch.bmm(query, seen.transpose(1, 2))
+            seen = keys[:R].view(R * K, -1, d)[:, first:width]
+            scores = torch.bmm(query, seen.transpose(1, 2)).view(R, H, width - first)
+            if plan is not None:
+                scores = torch.cat((plan.scores(i, turned[:, :H]), scores), -1)
             if mask is not None:
-                scores.view(R, H, width).add_(mask)
+                scores.add_(mask)
             shares = torch.softmax(scores, -1, out=scores)
-            y = torch.bmm(shares, values[:R].view(R * K, -1, d)[:, :width])
+            own = shares[..., -(width - first) :].reshape(R * K, groups, width - first)
+            y = torch.bmm(own, values[:R].view(R * K, -1, d)[:, first:width]).view(R, H, d)
+            if plan is not None:
+                y += plan.mixed(i, shares[..., : -(width - first)])
             x.addmm_(y.view(R, H * d), layer.attn_out)
             self._feed_forward(x, layer)
         return torch.mm(self._normed(x), self._head)
+
+    def _mask(self, position: Tensor, width: int, plan: PromptPlan | None) -> Tensor | None:
+        """[R, 1, keys]: minus infinity where a row has no key; None when all see the same ones."""
+        first = 0 if plan is None else plan.start
+        ragged_prompts = plan is not None and plan.mask is not None
+        if int(position.min()) == width - 1 and not ragged_prompts:
+            return None
+        place = self._place[first:width]
+        hidden = place > position[:, None]
+        if plan is not None:
+            hidden |= place < plan.given[:, None]
+        mask = torch.zeros(len(position), 1, width - first)
+        mask.masked_fill_(hidden[:, None], -math.inf)
+        if plan is None:
+            return mask
+        prompt = plan.mask
+        if prompt is None:
+            prompt = mask.new_zeros(len(position), 1, plan.start)
+        return torch.cat((prompt, mask), -1)
 
     def _extend(self, ids: Tensor, start: Tensor, rows: Tensor) -> None:
         config = self.config

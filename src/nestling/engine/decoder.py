@@ -90,7 +90,9 @@ class Decoder:
         self._graphs: dict[int, torch.cuda.CUDAGraph] | None = {} if device.type == "cuda" else None
 
     def set_uniforms(self, row: int, values: npt.NDArray[np.float32]) -> None:
-        """Install the random numbers of the sequence in flat slot `row`."""
+        """Install the random numbers of the sequence that begins in flat slot `row`."""
+        if self._cpu is not None:
+            self._cpu.prompts.forget([row])
         self._uniforms[row, : len(values)] = torch.from_numpy(values).to(self.device)
 
     @torch.no_grad()
@@ -108,12 +110,25 @@ class Decoder:
         else:
             extend(self.params, self.config, moved[0], moved[1], self.cache, moved[2].reshape(-1))
 
+    def share(self, slots: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
+        """Copy a prompt in the first of some flat slots to the others, for each such group of slots."""
+        source = [group[0] for group in slots for _ in group[1:]]
+        target = [slot for group in slots for slot in group[1:]]
+        if source:
+            place = torch.tensor([source, target], device=self.device)
+            self.cache.move(place[0], place[1], max(lengths))
+        if self._cpu is not None:
+            for group, length in zip(slots, lengths, strict=True):
+                self._cpu.prompts.add(group, length)
+
     def compact(self, source: npt.NDArray[np.int64], num_slots: int, width: int) -> None:
         """Keep the given flat slots (J * num_slots of them, in order) and shrink; CPU only."""
         target = torch.from_numpy(np.nonzero(source != np.arange(len(source)))[0])
         keep = torch.from_numpy(source)[target]
         self.cache.move(keep, target, width)
         self._uniforms[target] = self._uniforms[keep]
+        if self._cpu is not None:
+            self._cpu.prompts.move(keep.tolist(), target.tolist())
         self.num_slots = num_slots
 
     @torch.no_grad()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import torch
 
 from nestling.core.errors import ConfigError
 from nestling.engine.decoder import Decoder, row_uniforms
@@ -382,16 +381,13 @@ class _Player:
         length = max(len(prompt) - 1 for queue in queues for prompt, _ in queue)
         ids = np.zeros((self.num_jobs, count, length), np.int64)
         rows = np.full((self.num_jobs, count), self.decoder.scratch_row, np.int64)
-        source, target = [], []
+        groups: list[list[int]] = []
+        lengths: list[int] = []
         for j, queue in enumerate(queues):
             for b, (prompt, flats) in enumerate(queue):
                 ids[j, b, : len(prompt) - 1] = prompt[:-1]
                 rows[j, b] = flats[0]
-                source += [flats[0]] * (len(flats) - 1)
-                target += flats[1:]
+                groups.append(flats)
+                lengths.append(len(prompt) - 1)
         self.decoder.extend(ids, np.zeros(rows.shape, np.int64), rows)
-        if source:
-            device = self.model.device
-            self.decoder.cache.move(
-                torch.tensor(source, device=device), torch.tensor(target, device=device), length
-            )
+        self.decoder.share(groups, lengths)
