@@ -43,11 +43,15 @@ QUICK = {
 }
 
 
-@pytest.fixture(autouse=True)
-def pods_can_import_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+def set_pod_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv(KEY_VARIABLE, API_KEY)
+
+
+@pytest.fixture(autouse=True)
+def _pods_can_import_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_pod_environment(monkeypatch)
 
 
 @dataclass
@@ -113,9 +117,16 @@ def fleet_config(url: str, **settings: Any) -> RunpodFleet:
 
 
 @asynccontextmanager
+async def simulated(folder: Path, **script: Any) -> AsyncIterator[SimulatedRunpod]:
+    account = Script.model_validate({"boot_s": 0.1, "credit_usd": 100.0} | script)
+    async with simulated_runpod(account, folder=folder / "account", key=API_KEY) as running:
+        yield running
+
+
+@asynccontextmanager
 async def open_pods(
     folder: Path,
-    script: Script,
+    script: Script | None,
     *,
     simulator: SimulatedRunpod | None = None,
     speed: float = 1.0,
@@ -127,6 +138,7 @@ async def open_pods(
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         if simulator is None:
+            assert script is not None
             simulator = await stack.enter_async_context(
                 simulated_runpod(script, folder=folder / "account", speed=speed, key=API_KEY)
             )
@@ -169,8 +181,8 @@ async def open_pods(
                 await serving
             finally:
                 serving.cancel()
-        if closes:
-            await provider.close()
+                if closes:
+                    await provider.close()
 
 
 @pytest.fixture
@@ -186,5 +198,5 @@ def pods(tmp_path: Path) -> Callable[..., Any]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(100):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 (another process is what changes)
             await asyncio.sleep(0.02)

@@ -11,6 +11,18 @@ from nestling.core.errors import JobFailedError
 from nestling.core.rundir import ArtifactStore
 
 
+def environment(payload, context):
+    return dict(os.environ)
+
+
+def die(payload, context):
+    os._exit(9)
+
+
+def reject(payload, context):
+    raise JobFailedError("train.diverged", "the loss is not finite")
+
+
 def make_handlers(settings):
     run, state = Path(settings["run"]), Path(settings["state"])
     artifacts = ArtifactStore(run / "artifacts")
@@ -36,19 +48,15 @@ def make_handlers(settings):
         time.sleep(payload["seconds"])
         return payload["n"]
 
+    def held(payload, context):
+        while not Path(payload["until"]).exists():
+            time.sleep(0.005)
+        return "held"
+
     def secret(payload, context):
         return (state / "eval-secret").read_bytes().hex()
 
-    def environment(payload, context):
-        return dict(os.environ)
-
-    def die(payload, context):
-        os._exit(9)
-
-    def reject(payload, context):
-        raise JobFailedError("train.diverged", "the loss is not finite")
-
     return {
         handler.__name__: handler
-        for handler in (echo, fetch, big, nap, secret, environment, die, reject)
+        for handler in (echo, fetch, big, nap, held, secret, environment, die, reject)
     }

@@ -49,6 +49,7 @@ __all__ = ["Admit", "PodChannel", "TooEarlyError", "bound_socket", "quiet_server
 _log = logging.getLogger(__name__)
 
 _MAX_BODY_BYTES = 4 * 1024 * 1024
+_END_S = 10.0
 
 Admit = Callable[[str, str, Sequence[str]], Awaitable[str | None]]
 """Pod name, life and drift to a reason for refusing it; None lets it in.
@@ -207,16 +208,19 @@ class _QuietServer(uvicorn.Server):
 
 @asynccontextmanager
 async def quiet_server(config: uvicorn.Config, taken: socket.socket) -> AsyncIterator[None]:
-    """Serve on a bound socket inside the block."""
+    """Serve on a bound socket inside the block; the socket is closed with it."""
     server = _QuietServer(config)
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(server.serve(sockets=[taken]))
-        while not server.started and not task.done():  # noqa: ASYNC110 (a flag is all there is)
-            await asyncio.sleep(0.005)
-        try:
-            yield
-        finally:
-            server.should_exit = True
+    with taken:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(server.serve(sockets=[taken]))
+            while not server.started and not task.done():  # noqa: ASYNC110 (a flag is all there is)
+                await asyncio.sleep(0.005)
+            try:
+                yield
+            finally:
+                server.should_exit = True
+                # Also after an error, which would cancel it half-way otherwise.
+                await asyncio.wait((task,), timeout=_END_S)
 
 
 def bound_socket(listen: str) -> socket.socket:

@@ -144,7 +144,9 @@ class Account:
             raise ProblemError(409, "The pod is locked.")
         if pod.body.get("cluster"):
             raise ProblemError(409, "The pod belongs to a cluster.")
-        self._give_up(pod)
+        self._charge(self.time.now())
+        if pod.deleted_at is None:  # not ended by that for want of credit
+            self._give_up(pod)
         await asyncio.to_thread(pod.end_process)
 
     async def act(self, pod: SimulatedPod, action: str) -> None:
@@ -244,15 +246,8 @@ class Account:
                 pod.end_process()
 
     def _give_up(self, pod: SimulatedPod) -> None:
-        self._charge_last(pod)
         pod.deleted_at = self.time.now()
         self._return(pod)
-
-    def _charge_last(self, pod: SimulatedPod) -> None:
-        """Up to this moment, before it is not billed any more."""
-        now = self.time.now()
-        if pod.is_billed(now) and now > self._charged_at:
-            self._charge(now)
 
     def _fitting(self, body: Mapping[str, Any]) -> int | None:
         gpu = body["gpu"]

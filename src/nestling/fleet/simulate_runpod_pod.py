@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import shutil
@@ -20,6 +21,9 @@ from nestling.fleet.simulate_runpod_script import PodFault, Stock
 from nestling.fleet.worker_process import passed_on
 
 __all__ = ["SimulatedPod"]
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 
 _RESTART_PAUSE_S = 5.0
 _LIVE = ("PROVISIONING", "STARTING", "RUNNING")
@@ -211,15 +215,17 @@ class SimulatedPod:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     def end_process(self) -> None:
-        """Kill the container with all that runs in it; blocks for a moment."""
+        """Kill the container with all that runs in it and wipe its disk; blocks for a moment."""
         if self.process is None:
             return
         process_tree.end_tree(self.process.pid, self._marker, lambda: time.sleep(0.02))
         self.process.wait()
         self.is_frozen = False
+        shutil.rmtree(self.folder / "disk", ignore_errors=True)
 
     @property
     def is_alive(self) -> bool:
@@ -287,3 +293,8 @@ class SimulatedPod:
         if "PYTHONPATH" in os.environ:
             platform["PYTHONPATH"] = os.environ["PYTHONPATH"]
         return passed_on() | self.environment | platform
+
+
+def _end_with_parent() -> None:
+    """In the new process: be killed when the simulator is (Linux); no pod outlives its account."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

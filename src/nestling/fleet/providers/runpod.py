@@ -179,7 +179,7 @@ class RunpodProvider:
         await self.start()
         await self.terminate(name)
         while True:
-            pod = self._spare() or await self.keeper.obtain()
+            pod = self._spare() or await self.keeper.obtain(self._bound)
             self._bound.add(pod.name)
             self._free_since_s.pop(pod.name, None)
             try:
@@ -232,7 +232,6 @@ class RunpodProvider:
                     await self._api.drop_secrets(self.secret_name)
         finally:
             await self.detach()
-            await self._api.http.close()
         if left:
             raise FleetError(
                 f"pods {', '.join(left)} are not proved gone; they end themselves within "
@@ -247,6 +246,7 @@ class RunpodProvider:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._api.http.close()
 
     async def wait_for_pods(self, number: int) -> None:
         """Make pods until `number` are there, and wait for their workers to speak."""

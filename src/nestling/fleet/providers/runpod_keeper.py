@@ -81,8 +81,10 @@ class PodKeeper:
         self.failure: FleetError | None = None
         """What makes more pods pointless; raised by `obtain`."""
 
-    async def obtain(self) -> PodRecord:
+    async def obtain(self, bound: set[str]) -> PodRecord:
         """A pod that was just made; waits while the ladder, the caps or the credit allow none.
+
+        Its name is in `bound` before it exists, so that nobody else takes it for a spare.
 
         Raises `FleetError` when none can be had: wrong key or request, spent money, or nothing at
         all for `patience_s`.
@@ -95,8 +97,15 @@ class PodKeeper:
                 await asyncio.sleep(self._wait_s())
                 continue
             name, step = chosen
-            async with self._creating:
-                record = await self._make(name, step)
+            bound.add(name)
+            record = None
+            try:
+                async with self._creating:
+                    record = await self._make(name, step)
+            finally:
+                self._asking.discard(name)
+                if record is None:
+                    bound.discard(name)
             if record is not None:
                 return record
 
@@ -137,7 +146,10 @@ class PodKeeper:
         return await self._end_strays(by_name.values())
 
     async def close(self, limit_s: float) -> list[str]:
-        """End every pod and wait for the proof; returns the names of those without."""
+        """End every pod and wait for the proof; returns the names of those that may live on.
+
+        One whose end the API has confirmed, but that its list still shows, is only told of.
+        """
         async with asyncio.TaskGroup() as group:
             for record in self._records.all():
                 group.create_task(self.end(record.name, "the run closes"))
@@ -146,8 +158,16 @@ class PodKeeper:
             await self.tick()
             left = [record.name for record in self._records.all()]
             if not left or self._clock.monotonic() >= end_s:
-                return left
+                break
             await asyncio.sleep(min(_LOOK_S, self._config.tick_s))
+        confirmed = self._deleted.intersection(left)
+        if confirmed:
+            _log.warning(
+                "pods %s were ended, says the API, but its list still shows them; look again with: "
+                "nestling fleet ls",
+                ", ".join(sorted(confirmed)),
+            )
+        return [name for name in left if name not in confirmed]
 
     def burn_usd_per_hour(self) -> float:
         """Of all pods that exist or may exist."""
