@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import sys
 from pathlib import Path
@@ -34,3 +35,11 @@ def runs(make_run, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def hostile() -> str:
     return scripted.HOSTILE
+
+
+@pytest.fixture(scope="session")
+def evaluation(tmp_path_factory) -> Path:
+    """A folder with what `nestling eval-agent` leaves: policies measured, none trained."""
+    folder = tmp_path_factory.mktemp("evaluations")
+    asyncio.run(scripted.measure_only(folder / "compared"))
+    return folder

@@ -117,6 +117,21 @@ async def test_agent_text_stays_text_and_nothing_foreign_may_run(runs, hostile):
     assert "{{ 7 * 7 }}" in page.text
 
 
+async def test_an_evaluation_shows_who_was_better(evaluation):
+    async with client(evaluation) as web:
+        pages = [
+            (await web.get(f"/runs/compared{view}")).text
+            for view in ("", "/held-out", "/steps", "/episodes", "/alerts")
+        ]
+    texts = [" ".join(" ".join(Markup(page).words).split()) for page in pages]
+    assert "holds an evaluation" in texts[0]
+    assert "Minus noop" in texts[1]
+    assert "Families: ledger" in texts[1]
+    assert "template" in texts[1]
+    assert "12 of 12, mean reward" in texts[3]
+    assert "Nothing to look at." in texts[4]
+
+
 async def test_episode_list_filters_sorts_and_pages(runs):
     data = gather(runs / "calm")
     async with client(runs) as web:

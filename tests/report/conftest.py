@@ -283,6 +283,24 @@ async def _measure(config: OuterConfig, log: StoreLog, steps: int) -> None:
         await log.sweep_done(step, found)
 
 
+async def measure_only(folder: Path) -> None:
+    """Two policies on one family, compared with each other."""
+
+    def arm(name: str, skill: float, *, noop: bool = False) -> Arm:
+        async def play(plan) -> EpisodeResult:
+            return episode(plan, skill, noop=noop)
+
+        return Arm(name=name, play=play)
+
+    run = RunDir.create(folder)
+    config = HeldOutConfig(every_steps=0, episodes=6, resamples=200)
+    with RunStore(run.database, clock=StepClock()) as store, GroupCommit(store) as writer:
+        log = StoreLog(writer)
+        arms = [arm("noop", 0, noop=True), arm("template", 3)]
+        found = await sweep(arms, ["ledger"], config=config, seed=6, log=log, against=["noop"])
+        await log.sweep_done(0, found)
+
+
 def _fleet(run: RunDir, store: RunStore) -> None:
     """Two queued jobs as a fleet would leave them: one done, one waiting."""
     for record in store.episodes.all(state="finished"):

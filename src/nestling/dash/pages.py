@@ -206,7 +206,7 @@ class Pages:
         data = view.data
         sweeps = sorted(data.sweeps.items())
         newest = sweeps[-1][1] if sweeps else None
-        gains = _gains(newest, data.training_families) if newest else []
+        against, gains = _gains(newest, data.training_families) if newest else (None, [])
         ends = [abs(end) for _, _, one in gains for end in (one.mean, one.lo, one.hi) if end]
         return self._of_run(
             "held_out.html",
@@ -215,6 +215,7 @@ class Pages:
             head=data.headline,
             chart=_held_out_chart(data),
             sweeps=list(reversed(sweeps)),
+            against=against,
             gains=gains,
             reach=1.05 * max(ends, default=1.0),
             newest_step=sweeps[-1][0] if sweeps else None,
@@ -323,16 +324,21 @@ def _held_out_chart(data: RunData) -> object:
     )
 
 
-def _gains(sweep: Sweep, training: Sequence[str]) -> list[tuple[str, str, Estimate]]:
-    """Arm, family and paired difference to the untrained agent.
+def _gains(
+    sweep: Sweep, training: Sequence[str]
+) -> tuple[str | None, list[tuple[str, str, Estimate]]]:
+    """What was compared with, and arm, family and paired difference to it.
 
-    Held-out families come first, and in each the agent.
+    That is the untrained agent where it was measured. Held-out families come first, and in each
+    the agent.
     """
-    found = [one for one in sweep.comparisons if one.against == UNTRAINED]
+    names = list(dict.fromkeys(one.against for one in sweep.comparisons))
+    against = UNTRAINED if UNTRAINED in names else next(iter(names), None)
+    found = [one for one in sweep.comparisons if one.against == against]
     found.sort(key=lambda one: (one.family in training, not is_checkpoint(one.arm)))
     families = list(dict.fromkeys(one.family for one in found))
     found.sort(key=lambda one: families.index(one.family))
-    return [(one.arm, one.family, one.difference) for one in found]
+    return against, [(one.arm, one.family, one.difference) for one in found]
 
 
 def _signed(value: float | None, digits: int = 3) -> str:
