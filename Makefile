@@ -2,6 +2,7 @@
 # make test   the same set-up, all checks, the test suite and the red team
 # make test-slow  the long tests: chaos, fuzzing by the hundred thousand, real jobs, the dashboard in chromium
 # make check  lint, types, import contracts, spelling (no tests)
+# make docs   the documentation site, written to build/docs; any warning is an error
 # make bench  the benchmarks of this machine, written to results/bench/
 
 SHELL := /bin/bash
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.nestling-ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test check bench setup system clean test-fast test-slow
+.PHONY: run test check bench docs setup system clean test-fast test-slow
 
 setup: $(STAMP) system
 
@@ -52,6 +53,9 @@ test-slow: setup
 test: setup check
 	$(BIN)/pytest -q -n auto --dist worksteal
 	$(BIN)/nestling redteam
+
+docs: setup
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
 bench: setup
 	$(BIN)/nestling bench all --out results/bench

@@ -1,11 +1,13 @@
 """Writes constraints.txt: exact versions and hashes of all dependencies except torch.
 
-Needs `uv` on the PATH. Run it after a change of the dependencies in pyproject.toml.
+Needs `uv` on the PATH. Run it after a change of the dependencies in pyproject.toml: versions that
+still fit stay as they are; `--upgrade` takes the newest of everything.
 """
 
 from __future__ import annotations
 
 import subprocess
+import sys
 import tempfile
 import tomllib
 from pathlib import Path
@@ -35,11 +37,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "wanted.in", Path(folder) / "pinned.txt"
         source.write_text("\n".join(wanted) + "\n")
+        pins = ROOT / "constraints.txt"
+        if pins.exists() and "--upgrade" not in sys.argv[1:]:
+            target.write_text(pins.read_text())
         command = ["uv", "pip", "compile", str(source), "-o", str(target), "-q", "--universal"]
         command += ["--python-version", "3.11", "--generate-hashes", "--no-header"]
         command += ["--no-annotate", "--no-emit-index-url"]
         subprocess.run(command, check=True)
-        (ROOT / "constraints.txt").write_text(HEADER + target.read_text())
+        lines = [line for line in target.read_text().splitlines() if not line.startswith("#")]
+        pins.write_text(HEADER + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
