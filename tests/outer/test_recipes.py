@@ -1,0 +1,32 @@
+"""The shipped recipe for a hosted agent is what its page says."""
+
+from pathlib import Path
+
+import pytest
+
+from nestling.config import load_recipe
+from nestling.core.errors import ConfigError
+from nestling.outer.config import EmbeddedConfig, TinkerConfig
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "tinker.toml"
+
+
+def test_recipe_has_the_published_settings():
+    config = load_recipe(RECIPE)
+    assert isinstance(config.learner, TinkerConfig)
+    assert config.learner.base_model == "Qwen/Qwen3.6-35B-A3B"
+    assert config.learner.lora_rank == 8
+    outer = config.outer
+    assert (outer.learning_rate, outer.group_size, outer.temperature) == (4e-5, 8, 1.0)
+    assert (outer.loss, outer.max_staleness) == ("importance_sampling", 1)
+
+
+def test_learner_is_chosen_by_its_kind():
+    assert isinstance(load_recipe(None).learner, EmbeddedConfig)
+    assert isinstance(load_recipe(None, ["learner.lora_rank=4"]).learner, EmbeddedConfig)
+    with pytest.raises(ConfigError, match=r"learner\.base_model is missing"):
+        load_recipe(None, ["learner.kind=tinker"])
+    with pytest.raises(ConfigError, match="should be embedded or tinker"):
+        load_recipe(None, ["learner.kind=vllm"])
+    with pytest.raises(ConfigError, match="did you mean base_url"):
+        load_recipe(None, ["learner.kind=tinker", "learner.base_model=m", "learner.base_rul=x"])
