@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from nestling.core.errors import FleetError
+from nestling.fleet.budget import Budget, Caps, Price
 from nestling.fleet.pool import PoolLimits
 from nestling.fleet.process_tree import start_ticks
+from nestling.fleet.providers.local import LocalProvider
 from nestling.store import RunStore
 from nestling.store.jobs import NewJob
 
@@ -131,6 +133,38 @@ async def test_workers_that_cannot_start_end_the_pool_with_their_words(fleet) ->
     error = caught.value.exceptions[0]
     assert isinstance(error, FleetError)
     assert "the accelerator is on fire" in str(error)
+
+
+async def test_money_goes_by_what_a_worker_really_is(fleet, monkeypatch, until) -> None:
+    """A provider that takes what it gets: its nodes say what they are."""
+    prices = {
+        name: Price(usd_per_hour=usd, unit="one", source="test")
+        for name, usd in (("cpu-core", 3600.0), ("a40", 36.0), ("h200", 360.0))
+    }
+
+    def make_budget(store: RunStore) -> Budget:
+        return Budget(store, clock=store.clock, caps=Caps(), prices=prices)
+
+    launch = LocalProvider.launch
+
+    async def launch_some_gpu(self, name):
+        node = await launch(self, name)
+        node.machine = {"cpu-0": "a40", "cpu-1": "h200"}[name]
+        return node
+
+    monkeypatch.setattr(LocalProvider, "launch", launch_some_gpu)
+    async with fleet(size=2, make_budget=make_budget) as room:
+        seen = {}
+        while len(seen) < 2:
+            record = await room.do("hardware", family="ledger")
+            seen[record.worker] = record
+        records = room.store.money.all()
+        for one in records:
+            assert one.machine in ("a40", "h200")
+            usd_per_s = prices[one.machine].usd_per_hour / 3600
+            assert one.spent_microusd == pytest.approx(one.seconds * usd_per_s * 1e6, abs=2)
+        assert {row.machine for row in room.store.money.spending()} == {"a40", "h200"}
+        await until(lambda: room.pool._machines == {})  # nothing is kept of tries that are over
 
 
 async def test_interrupted_pool_gives_its_jobs_back(fleet, until, tmp_path: Path) -> None:

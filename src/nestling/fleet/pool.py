@@ -22,7 +22,7 @@ from nestling.fleet.budget import GRACE_S, Budget, BudgetRefusedError
 from nestling.fleet.finish import finish
 from nestling.fleet.memory import MemoryGuard
 from nestling.fleet.messages import Ready, Stop
-from nestling.fleet.provider import Node, Provider
+from nestling.fleet.provider import Node, Provider, TypedNode
 from nestling.fleet.queue import Claim, JobQueue
 from nestling.store import GroupCommit
 from nestling.store.events import Event
@@ -80,6 +80,9 @@ class Pool:
         self._num_coming = 0
         """Workers that are being started or look for a job: as many jobs need no further one."""
         self._stopping = asyncio.Event()
+        self._nodes: dict[str, Node] = {}
+        self._machines: dict[str, str] = {}
+        """Token of a try to the machine type that its money is reserved for."""
         self._served: set[str] = set()
         """Tokens of the tries that run now; of these, those with a heartbeat and those over."""
         self._beaten: set[str] = set()
@@ -170,6 +173,7 @@ class Pool:
                     node = await self._launch(name)
                     if node is None:
                         break
+                    self._nodes[name] = node
                     started, words = await self._ready(node)
                 if started:
                     failed_starts = 0
@@ -311,19 +315,25 @@ class Pool:
                 claim = self._queue.claim(worker, lane=self._provider.lane, num_workers=self._size)
                 if claim is None or self._budget is None:
                     return claim
+                self._machines[claim.token] = self._machine_of(worker)
                 try:
                     self._budget.reserve(
                         claim.token,
-                        machine=self._provider.machine,
+                        machine=self._machines[claim.token],
                         seconds=claim.job.deadline_s + GRACE_S,
                         episode_id=claim.job.episode_id,
                         job_id=claim.job.id,
                         family=claim.job.family,
                     )
                 except BudgetRefusedError as error:
+                    del self._machines[claim.token]
                     self._queue.fail(claim.token, "budget.refused", str(error), retry=False)
                 else:
                     return claim
+
+    def _machine_of(self, worker: str) -> str:
+        node = self._nodes.get(worker)
+        return node.machine if isinstance(node, TypedNode) else self._provider.machine
 
     def _is_short_of_memory(self) -> bool:
         return self._guard is not None and not self._guard.has_room
@@ -331,18 +341,22 @@ class Pool:
     async def end_try(self, claim: Claim, seconds: float, change: Callable[[], object]) -> None:
         """Record how a try ended and what it cost, in one transaction."""
         await finish(self._writer.run(partial(self._end, claim, seconds, change)))
+        self._machines.pop(claim.token, None)
 
     async def end_try_and_claim(
         self, claim: Claim, seconds: float, change: Callable[[], object], worker: str
     ) -> Claim | None:
         """As `end_try`, and take the next job in the same transaction; None when there is none."""
-        return await self._claim(worker, partial(self._end, claim, seconds, change))
+        following = await self._claim(worker, partial(self._end, claim, seconds, change))
+        self._machines.pop(claim.token, None)
+        return following
 
     def _end(self, claim: Claim, seconds: float, change: Callable[[], object]) -> None:
         with self._queue.store.joined():
             change()
             if self._budget is not None:
-                self._budget.settle(claim.token, machine=self._provider.machine, seconds=seconds)
+                machine = self._machines.get(claim.token, self._provider.machine)
+                self._budget.settle(claim.token, machine=machine, seconds=seconds)
 
     def serve(self, token: str) -> None:
         """A try begins."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from nestling.core.errors import FleetError
 from nestling.fleet.messages import FromWorker, ToWorker
 
-__all__ = ["Node", "Provider", "WorkerEndedError"]
+__all__ = ["Node", "Provider", "TypedNode", "WorkerEndedError"]
 
 
 class WorkerEndedError(FleetError):
@@ -47,12 +47,22 @@ class Node(Protocol):
         ...
 
 
+@runtime_checkable
+class TypedNode(Protocol):
+    """A node whose machine type is known only once it runs: the provider takes what it gets."""
+
+    @property
+    def machine(self) -> str:
+        """Machine type in the price table."""
+        ...
+
+
 class Provider(Protocol):
     """Starts and ends workers. Names are chosen before launch, so that a crash can be cleaned up."""
 
     @property
     def machine(self) -> str:
-        """Machine type in the price table."""
+        """Machine type in the price table; of several, the dearest (see `TypedNode`)."""
         ...
 
     @property

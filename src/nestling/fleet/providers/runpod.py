@@ -44,8 +44,10 @@ _MAX_RESTARTS = 2
 class PodNode:
     """One life of the worker process of one pod."""
 
-    def __init__(self, name: str, link: PodLink) -> None:
+    def __init__(self, name: str, link: PodLink, machine: str) -> None:
         self.name = name
+        self.machine = machine
+        """What it really is, for its price: one of the ladder."""
         self.link = link
         self.is_told_to_stop = False
         self._generation = link.generation
@@ -188,7 +190,7 @@ class RunpodProvider:
                 self._bound.discard(pod.name)
                 raise
             if link is not None:
-                node = self._nodes[name] = PodNode(name, link)
+                node = self._nodes[name] = PodNode(name, link, pod.gpu)
                 return node
             self._bound.discard(pod.name)
 
