@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from nestling.config import load_recipe
+from nestling.config import load_recipe, recipe_toml
 from nestling.core.errors import ConfigError
 from nestling.outer.config import EmbeddedConfig, TinkerConfig
+from nestling.outer.export import export_agent
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tinker.toml"
 
@@ -30,3 +31,9 @@ def test_learner_is_chosen_by_its_kind():
         load_recipe(None, ["learner.kind=vllm"])
     with pytest.raises(ConfigError, match="did you mean base_url"):
         load_recipe(None, ["learner.kind=tinker", "learner.base_model=m", "learner.base_rul=x"])
+
+
+def test_export_says_where_the_weights_of_a_hosted_agent_are(tmp_path):
+    (tmp_path / "config.toml").write_text(recipe_toml(load_recipe(RECIPE)))
+    with pytest.raises(ConfigError, match=r"weights\.download"):
+        export_agent(tmp_path, tmp_path / "out", find_base=lambda name: tmp_path)

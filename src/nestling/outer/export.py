@@ -66,6 +66,12 @@ def export_agent(
     if out.exists():
         raise ConfigError(f"{out} exists; expected a new folder; remove it or choose another --out")
     recipe = _recipe(run)
+    if recipe.get("learner", {}).get("kind") == "tinker":
+        raise ConfigError(
+            f"the weights of {run} are at the service that trained them, not in the run folder; expected "
+            "a run of the embedded learner; the files in its learner folder name the checkpoints, which "
+            "tinker-cookbook's `weights.download` fetches"
+        )
     with RunStore.open_reader(run / "run.db") as store:
         saved = _chosen(checkpoints(store), run, step)
         facts = read_facts(store, recipe, step=saved.step, version=saved.version)
