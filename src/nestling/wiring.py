@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,7 +27,6 @@ from nestling.core.errors import ConfigError, StoreError
 from nestling.core.machine import commit, machine_line
 from nestling.core.rundir import ArtifactStore, RunDir, write_atomic
 from nestling.core.seeds import derive_seed
-from nestling.families import bases
 from nestling.families.registry import get
 from nestling.families.splits import HIDDEN, EvalSecret, commitment
 from nestling.fleet.budget import GRACE_S, Budget, load_prices
@@ -43,8 +42,9 @@ from nestling.fleet.slots import Slot, deal, find_gpus
 from nestling.fleet.start import running_fleet
 from nestling.fleet.worker import Handlers
 from nestling.inner.baselines import Baselines, state_folder
+from nestling.inner.models_config import bounds_of, offered_bases
 from nestling.inner.run import InnerContext, run_job
-from nestling.inner.trainer import TrainLimits
+from nestling.inner.trainer import Trainer, TrainLimits
 from nestling.jobs.budget import Caps
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.jail import Jail, require_bubblewrap
@@ -93,6 +93,7 @@ __all__ = [
     "plan_run",
     "play_cookbook",
     "play_run",
+    "running_stacks",
 ]
 
 logger = logging.getLogger(__name__)
@@ -109,9 +110,11 @@ _SECRET_FILE: Final = "eval-secret"  # noqa: S105 (a name)
 class Room:
     """The machine room of one worker: warm jail zygote, trainer, scorer, baselines, leak indexes."""
 
-    def __init__(self, config: RunConfig, state: Path, work: Path) -> None:
+    def __init__(
+        self, config: RunConfig, state: Path, work: Path, stacks: tuple[str, ...] = ()
+    ) -> None:
+        """`stacks`: sockets from `running_stacks`, when the recipe's trainer is stacked."""
         from nestling.inner.scorers.embedded import EmbeddedScorer
-        from nestling.inner.trainers.embedded import EmbeddedTrainer
         from nestling.jobs.env_zygote import Zygote
 
         self._config = config
@@ -119,26 +122,25 @@ class Room:
         self._secret_path = state / _SECRET_FILE
         jail = Jail(unsafe=config.unsafe_no_jail)
         self._zygote = None if config.unsafe_no_jail else Zygote(jail)
-        folders = {name: bases.get(name).folder for name in bases.names()}
+        self._bases = offered_bases(config.models, state)
+        folders = {name: base.folder for name, base in self._bases.items()}
         self._scorer = EmbeddedScorer(
             secret_path=self._secret_path,
             bases=folders,
+            stacks=stacks,
             score_wall_s=config.inner.score_wall_s,
+            device=config.models.device,
         )
         self.baselines_table = Baselines(self._scorer, folders, folder=state)
         self._opener = JailedOpener(jail=jail, starter=self._zygote)
         self._leaks: dict[str, LeakIndex | None] = {}
         price = load_prices()[config.fleet.machine]
         self.context = InnerContext(
-            trainer=EmbeddedTrainer(
-                jail=jail,
-                starter=self._zygote,
-                leaks=self._leak_index,
-                spot_seed=None if config.unsafe_no_jail else self._spot_seed(),
-            ),
+            trainer=self._trainer(jail, stacks),
             scorer=self._scorer,
             baselines=self.baselines_table,
             bases=folders,
+            bounds=bounds_of(config.models),
             work_folder=work,
             keep_models=config.inner.keep_models,
             n=config.inner.eval_items,
@@ -153,7 +155,8 @@ class Room:
             leaks=self._leak_index(family),
             caps=Caps(usd_per_cpu_hour=self.context.usd_per_hour),
             eval_items=self._config.inner.eval_items,
-            params={name: bases.get(name).params for name in bases.names()},
+            params={name: base.params for name, base in self._bases.items()},
+            bounds=self.context.bounds,
         )
         return probe(bundle, family, env_opener=self._opener, options=options)
 
@@ -164,7 +167,7 @@ class Room:
     def baselines(self, family: str) -> dict[str, float]:
         """Untrained score of every base on hidden set A."""
         n = self._config.inner.eval_items
-        return {name: self.baselines_table.get(name, family, "a", n).mean for name in bases.names()}
+        return {name: self.baselines_table.get(name, family, "a", n).mean for name in self._bases}
 
     def warm(self) -> None:
         """Start the scorer now, for a worker that is about to need it."""
@@ -175,6 +178,29 @@ class Room:
         self._scorer.close()
         if self._zygote is not None:
             self._zygote.close()
+
+    def _trainer(self, jail: Jail, stacks: tuple[str, ...]) -> Trainer:
+        from nestling.inner.stack_client import Stacks
+        from nestling.inner.trainers.embedded import EmbeddedTrainer
+        from nestling.inner.trainers.stacked import StackedTrainer
+
+        starter = self._zygote
+        spot_seed = None if self._config.unsafe_no_jail else self._spot_seed()
+        if self._config.inner.trainer == "stacked":
+            return StackedTrainer(
+                stacks=Stacks(sockets=stacks),
+                jail=jail,
+                starter=starter,
+                leaks=self._leak_index,
+                spot_seed=spot_seed,
+            )
+        return EmbeddedTrainer(
+            jail=jail,
+            starter=starter,
+            leaks=self._leak_index,
+            device=self._config.models.device,
+            spot_seed=spot_seed,
+        )
 
     def _spot_seed(self) -> int:
         """What spot checks look at: the same on every start, and unknown to a job."""
@@ -207,18 +233,39 @@ async def open_room(config: RunConfig, work: Path) -> AsyncIterator[Room]:
     """A machine room in this process, for a single job."""
     if not config.unsafe_no_jail:
         require_bubblewrap()
-    room = Room(config, _state(), work)
-    try:
-        yield room
-    finally:
-        room.close()
+    with running_stacks(config, work / "logs") as stacks:
+        room = Room(config, _state(), work, stacks)
+        try:
+            yield room
+        finally:
+            room.close()
+
+
+@contextmanager
+def running_stacks(config: RunConfig, logs: Path) -> Iterator[tuple[str, ...]]:
+    """Sockets of the stack processes that the recipe asks for; none when its trainer is embedded.
+
+    Raises:
+        ConfigError: a device that is not there, or a process that does not start.
+    """
+    if config.inner.trainer == "embedded":
+        yield ()
+        return
+    from nestling.engine.device import expand
+    from nestling.inner.stack_host import StackHost
+
+    folders = {name: base.folder for name, base in offered_bases(config.models, _state()).items()}
+    devices = expand(config.inner.stack.devices)
+    with StackHost(bases=folders, devices=devices, config=config.inner.stack, logs=logs) as host:
+        yield host.sockets
 
 
 def make_handlers(settings: Mapping[str, Any]) -> Handlers:
     """What a worker of the fleet can do; called inside the worker."""
     config = RunConfig.model_validate(settings["config"])
     run = Path(settings["run"])
-    room = Room(config, Path(settings["state"]), run / "models")
+    stacks = tuple(settings.get("stacks", ()))
+    room = Room(config, Path(settings["state"]), run / "models", stacks)
     room.warm()
     return job_handlers(room, ArtifactStore(run / "artifacts"), _stage_seconds(config))
 
@@ -314,6 +361,24 @@ async def open_fleet(
     config: RunConfig, run: RunDir, writer: GroupCommit
 ) -> AsyncIterator[FleetRunner]:
     """The run's workers and a job runner over them."""
+    _refuse_distant_stacks(config)
+    with running_stacks(config, run.root / "logs") as stacks:
+        async with _open_fleet(config, run, writer, stacks) as fleet:
+            yield fleet
+
+
+def _refuse_distant_stacks(config: RunConfig) -> None:
+    if config.inner.trainer == "stacked" and config.fleet.kind != "local":
+        raise ConfigError(
+            f"inner.trainer = 'stacked' with fleet.kind = {config.fleet.kind!r}; expected fleet.kind = "
+            "'local', as a stack serves the workers of its own machine; or set inner.trainer to embedded"
+        )
+
+
+@asynccontextmanager
+async def _open_fleet(
+    config: RunConfig, run: RunDir, writer: GroupCommit, stacks: tuple[str, ...]
+) -> AsyncIterator[FleetRunner]:
     clock = SystemClock()
     limits: PoolLimits | None = None
     if isinstance(config.fleet, RunpodFleet):
@@ -321,9 +386,10 @@ async def open_fleet(
         size = config.fleet.workers
         limits = PoolLimits(idle_s=config.fleet.idle_s, start_timeout_s=config.fleet.ready_s)
     else:
-        provider, size = _open_provider(config, run, writer)
+        provider, size = _open_provider(config, run, writer, stacks)
     runner_settings = RunnerSettings(
         identity=_identity(config),
+        bounds=bounds_of(config.models),
         deadlines=_stage_seconds(config),
         machine=config.fleet.machine,
         lane=provider.lane,
@@ -413,9 +479,7 @@ def _num_workers(config: RunConfig) -> int:
     return config.fleet.workers
 
 
-async def open_pod_provider(
-    config: RunConfig, run: RunDir, writer: GroupCommit
-) -> RunpodProvider:
+async def open_pod_provider(config: RunConfig, run: RunDir, writer: GroupCommit) -> RunpodProvider:
     """Pods of a run whose recipe has `fleet.kind = "runpod"`; nothing is rented yet."""
     from nestling.fleet.providers.runpod_open import PodWork, open_provider
 
@@ -471,7 +535,9 @@ def open_pod_account(api_url: str) -> PodAccount:
     return PodAccount(open_api(api_url, SystemClock()))
 
 
-def _open_provider(config: RunConfig, run: RunDir, writer: GroupCommit) -> tuple[Provider, int]:
+def _open_provider(
+    config: RunConfig, run: RunDir, writer: GroupCommit, stacks: tuple[str, ...]
+) -> tuple[Provider, int]:
     """Where workers run, and how many."""
     assert not isinstance(config.fleet, RunpodFleet)
     state = _state()
@@ -500,7 +566,8 @@ def _open_provider(config: RunConfig, run: RunDir, writer: GroupCommit) -> tuple
     dealt = local_slots(config.fleet)
     workers = LocalWorkers(
         handlers=_HANDLERS,
-        settings=settings | {"run": str(run.root.resolve()), "state": str(state.resolve())},
+        settings=settings
+        | {"run": str(run.root.resolve()), "state": str(state.resolve()), "stacks": stacks},
         logs=run.root / "logs",
         machine=config.fleet.machine,
         slots=dealt,
@@ -634,6 +701,7 @@ def episode_task(config: RunConfig, plan: EpisodePlan) -> EpisodeTask:
         policy_seed=plan.policy_seed,
         style=config.agent.style,
         rules=PromptRules(
+            bounds=bounds_of(config.models),
             weights=config.reward.weights,
             reward_kind=config.reward.kind,
             max_turns=config.agent.max_turns,
@@ -650,9 +718,9 @@ def _episode_limits(config: RunConfig) -> EpisodeLimits:
     return EpisodeLimits(turn_s=learner.sample_timeout_s * learner.sample_attempts + 60.0)
 
 
-def reference_policy(name: str) -> Policy:
-    """A scripted policy by name."""
-    return scripted(name)
+def reference_policy(name: str, config: RunConfig) -> Policy:
+    """A scripted policy by name, which keeps to the bounds of the recipe."""
+    return scripted(name, bounds_of(config.models))
 
 
 async def _train(
@@ -695,7 +763,7 @@ async def _train(
         families=families,
         log=log,
         open_untrained=lambda: _untrained(learner),
-        references=[_reference_arm(player, name) for name in config.references.arms],
+        references=[_reference_arm(player, name, config) for name in config.references.arms],
         on_sweep=told.on_sweep,
     )
     return await train(
@@ -716,8 +784,8 @@ async def _untrained(learner: EmbeddedLearner | TinkerLearner) -> Handle:
     return await learner.open_policy("step-000000")
 
 
-def _reference_arm(player: AgentPlayer, name: str) -> Arm:
-    policy = reference_policy(name)
+def _reference_arm(player: AgentPlayer, name: str, config: RunConfig) -> Arm:
+    policy = reference_policy(name, config)
 
     async def play(plan: EpisodePlan) -> EpisodeResult:
         return await player.play_policy(plan, policy)
@@ -782,16 +850,25 @@ def _stage_seconds(config: RunConfig) -> StageSeconds:
     inner = config.inner
     return StageSeconds(
         run=inner.train_wall_s + 3 * inner.score_wall_s,
-        baseline=2 * len(bases.names()) * inner.score_wall_s,
+        baseline=2 * len(bounds_of(config.models).base_models) * inner.score_wall_s,
     )
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:
     """Everything beside bundle and family that changes a job's result."""
     return {
-        "trainer": "embedded",
+        "trainer": config.inner.trainer,
+        **({"stack": _stack_identity(config)} if config.inner.trainer == "stacked" else {}),
         "seed": config.inner.seed,
         "eval_items": config.inner.eval_items,
-        "bases": {name: bases.get(name).sha256 for name in bases.names()},
+        "bases": {
+            name: base.sha256 for name, base in offered_bases(config.models, _state()).items()
+        },
+        **({} if config.models.device == "cpu" else {"device": config.models.device}),
         "leak_items": config.inner.leak_items,
     }
+
+
+def _stack_identity(config: RunConfig) -> dict[str, Any]:
+    """What of a stack may change rounding."""
+    return config.inner.stack.model_dump(mode="json", exclude={"max_jobs", "memory_gib"})

@@ -17,7 +17,7 @@ from nestling.inner.baselines import state_folder
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.outcome import Outcome, StepRecord
 from nestling.jobs.probe_report import ProbeReport
-from nestling.wiring import Room
+from nestling.wiring import Room, running_stacks
 
 __all__ = ["RoomRunner", "room_here"]
 
@@ -38,8 +38,11 @@ def room_here(config: RunConfig, models: Path | None = None) -> Iterator[Room]:
     """
     state = _state()
     EvalSecret.load_or_create(state / "eval-secret")
-    with tempfile.TemporaryDirectory(prefix="nestling-room-") as scratch:
-        room = Room(config, state, models or Path(scratch))
+    with (
+        tempfile.TemporaryDirectory(prefix="nestling-room-") as scratch,
+        running_stacks(config, Path(scratch) / "logs") as stacks,
+    ):
+        room = Room(config, state, models or Path(scratch), stacks)
         try:
             yield room
         finally:
