@@ -18,8 +18,12 @@ def added_up(rows: Sequence[Spending], key: Literal["machine", "family"]) -> lis
         name = str(getattr(row, key))
         old = sums.get(name)
         if old is None:
-            everything = {"machine": "all", "family": "all", "kind": "all", key: name}
-            sums[name] = replace(row, **everything)
+            sums[name] = replace(
+                row,
+                machine=name if key == "machine" else "all",
+                family=name if key == "family" else "all",
+                kind="all",
+            )
             continue
         sums[name] = replace(
             old,
