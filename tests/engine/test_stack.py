@@ -23,7 +23,7 @@ from nestling.engine.stack import Stack
 from nestling.engine.stack_plan import StackShape
 from nestling.engine.stack_play import STOPS, Played
 from nestling.engine.stack_train import JobSettings, StackedJob, train_jobs
-from nestling.engine.weights import Weights
+from nestling.engine.weights import Weights, num_parameters
 
 from .conftest import make_config, make_model
 from .stack_script import PARAMS, PROMPTS, Script, new_stack, reply, run
@@ -158,6 +158,25 @@ def test_fault_of_a_job_is_its_end_and_nobody_elses(
     assert place.num_jobs == 0
     run(place, [beside])
     assert_same_bits(alone, beside)
+
+
+def test_what_a_diverged_job_leaves_in_a_lane_does_not_reach_the_next(
+    base: Path, script: Callable[..., Script]
+) -> None:
+    alone, after = script(rounds=1), script(rounds=1)
+    run(stack(base, lanes=1), [alone])
+    place = stack(base, lanes=1)
+    wild = np.full(num_parameters(make_config()), np.nan, np.float32)
+    place.join_weights(0, wild)
+    bad = script(prompts=[[5] * 50] * 6)
+    bad._train = lambda stack, number, played: stack.leave(number)
+    while not bad.played:
+        for event in place.advance():
+            bad.take(place, 0, event)
+        bad.tick(place, 0)
+    assert not np.isfinite(bad.played[0].logprobs).all()
+    run(place, [after])
+    assert_same_bits(alone, after)
 
 
 def test_training_is_that_of_a_lone_trainer(base: Path, script: Callable[..., Script]) -> None:

@@ -8,7 +8,7 @@ from nestling.core.errors import ConfigError
 from nestling.engine import stack_plan
 from nestling.engine.stack_plan import Precision
 
-__all__ = ["describe", "expand", "free_bytes", "set_precision"]
+__all__ = ["describe", "expand", "free_bytes", "set_precision", "use"]
 
 
 def expand(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -43,6 +43,12 @@ def describe(name: str) -> str:
     device = torch.device(name)
     model = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return f"{model} torch {torch.__version__}"
+
+
+def use(name: str) -> None:
+    """Make a GPU the one that this process works on; streams, events and graphs belong to it from then on."""
+    if name.startswith("cuda"):
+        torch.cuda.set_device(name)
 
 
 def set_precision(precision: Precision) -> None:

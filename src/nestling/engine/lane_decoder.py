@@ -118,15 +118,20 @@ class LaneDecoder:
         self._greedy = np.zeros(rows, bool)
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         self._captured = self.plan.captured and self.device.type == "cuda"
-        self._event: torch.Event | None = None
+        self._event: torch.cuda.Event | None = None
         if self.device.type == "cuda":
-            self._event = torch.Event("cuda")
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def load(self, lane: int, flat_1P: Tensor, max_total_tokens: int) -> None:
-        """Give a lane its weights; its rows start afresh."""
+        """Give a lane its weights; its rows start afresh.
+
+        The cache is cleared: a masked key has weight 0, and 0 times what a job left that had diverged is not 0.
+        """
         self._flat[lane].copy_(flat_1P[0])
         rows = slice(lane * self.num_rows, (lane + 1) * self.num_rows)
+        for buffer in (*self._cache.keys, *self._cache.values):
+            buffer[rows].zero_()
         self._state[:, rows] = 0
         self.length[rows], self.active[rows], self._greedy[rows] = 0, False, False
         self._lane_width[lane] = min(_rounded(max_total_tokens, _WIDTH_STEP), self.max_len)
@@ -200,7 +205,7 @@ class LaneDecoder:
 
     def is_done(self) -> bool:
         """Whether the launched steps are over, so that `look` does not wait."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def look(self) -> Ints:
         """Wait for the launched steps; the rows whose turn has ended since the last look."""

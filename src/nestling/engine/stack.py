@@ -178,7 +178,7 @@ class Stack:
         plan = lane_plan or plan_for(self.device)
         together = self.device.type == "cuda"
         self._tiles = tile_plan or TilePlan(
-            rows=32 if together else 8,
+            rows=shape.tile_rows,
             jobs_per_launch=shape.launch_jobs(budget) if together else 1,
             tokens_per_launch=shape.tile_tokens,
         )

@@ -6,7 +6,7 @@ waste and the libraries' workspaces are covered by `SPARE`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -27,6 +27,11 @@ SPARE: Final = 0.1
 Precision = Literal["float32", "tf32", "bfloat16"]
 
 _OPTIMISER_COPIES: Final = {"adamw": 2, "muon": 2, "sgd": 1, "sign_sgd": 0}
+_LARGE_BUDGET: Final = 16 * 2**30
+_LEAST_TILE_TOKENS: Final = 8192
+_MOST_TILE_TOKENS: Final = 2**17
+_LEAST_TILE_ROWS: Final = 8
+_MOST_TILE_ROWS: Final = 32
 _LANE_STATE_BYTES: Final = 8 + 4 + 4 + 1  # id, random number, log-probability, sampled
 
 
@@ -44,7 +49,9 @@ class StackShape:
     precision: Precision = "float32"
     """Of decoding; with bfloat16 training multiplies in it too. Master weights stay float32."""
     tile_tokens: int = 8192
-    """Tokens of a training launch."""
+    """Tokens of a training launch; one tile of one job may be more only when a single row is."""
+    tile_rows: int = 8
+    """Rows of a tile, see `stack_train.TilePlan`."""
 
     @classmethod
     def for_base(
@@ -56,17 +63,27 @@ class StackShape:
         max_len: int,
         precision: Precision,
         tile_tokens: int,
+        budget: int,
     ) -> StackShape:
-        """Sizes for the model in a folder; rows are cut to the positions that it knows."""
+        """Sizes for the model in a folder, within a budget of bytes.
+
+        Rows are cut to the positions that the model knows. `tile_tokens = 0` takes what a quarter of the budget
+        holds, at most 131072 and, so that a CPU's caches are not left, 8192 below a budget of 16 GiB.
+        """
         config = load_config(folder)
-        return cls(
+        shape = cls(
             config=config,
             num_lanes=num_lanes,
             num_rows=num_rows,
             max_len=min(max_len, config.max_positions),
             precision=precision,
-            tile_tokens=tile_tokens,
         )
+        most = _MOST_TILE_TOKENS if budget >= _LARGE_BUDGET else _LEAST_TILE_TOKENS
+        tokens = tile_tokens or max(1, min(most, budget // 4 // shape.token_bytes()))
+        rows = _MOST_TILE_ROWS if tokens > _LEAST_TILE_TOKENS else _LEAST_TILE_ROWS
+        while rows > 1 and rows * shape.max_len > tokens:
+            rows //= 2
+        return replace(shape, tile_tokens=tokens, tile_rows=rows)
 
     @property
     def item_bytes(self) -> int:
@@ -89,18 +106,23 @@ class StackShape:
         """Trained float32 numbers and what the optimiser keeps of them."""
         return 4 * _trained(self.config, lora) * (1 + _OPTIMISER_COPIES[optimiser])
 
-    def launch_bytes(self, jobs: int = 1, lora: LoraConfig | None = None) -> int:
-        """Peak of one training launch: copies of weights and gradients, and what the backward pass keeps.
+    def token_bytes(self) -> int:
+        """That the backward pass keeps of one trained token.
 
-        Counted per token: the inputs of every projection and norm, rotated heads, the gates, and logits with
-        their gradient for every predicted token.
+        The inputs of every projection and norm, rotated heads and the gates, in the type of the products; and
+        float32 logits with their gradient, as if every token were predicted.
         """
         config = self.config
         layer = 6 * config.hidden_size + 4 * config.q_size + 4 * config.kv_size
         layer += 5 * config.intermediate_size
-        per_token = 4 * (config.num_layers * layer + 3 * config.vocab_size + 4 * config.hidden_size)
+        inner = config.num_layers * layer + 4 * config.hidden_size
+        return self.item_bytes * inner + 4 * 3 * config.vocab_size
+
+    def launch_bytes(self, jobs: int = 1, lora: LoraConfig | None = None) -> int:
+        """Peak of one training launch: copies of weights and gradients, and what the backward pass keeps."""
         copies = 4 if jobs > 1 else 2
-        return copies * 4 * jobs * _trained(config, lora) + self.tile_tokens * per_token
+        tokens = max(self.tile_tokens, self.tile_rows * self.max_len)
+        return copies * 4 * jobs * _trained(self.config, lora) + tokens * self.token_bytes()
 
     def launch_jobs(self, budget: int) -> int:
         """Jobs whose gradients are computed together: as many as keep the copies below a tenth of the budget."""
@@ -147,6 +169,7 @@ def shape_table(shape: StackShape, budget: int) -> dict[str, int]:
         "lane": shape.lane_bytes(),
         "job_adamw": shape.job_bytes("adamw"),
         "launch": shape.launch_bytes(jobs),
+        "tile_tokens": shape.tile_tokens,
         "total": shape.total_bytes(shape.num_lanes, budget),
     }
 

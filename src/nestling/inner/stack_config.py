@@ -26,7 +26,7 @@ class StackConfig(Frozen):
     """Tokens of a rollout at most; a job with a larger seq_len is refused."""
     precision: Literal["float32", "tf32", "bfloat16"] = "float32"
     """Of matrix products. Master weights, log-probabilities and optimisers are float32 always."""
-    tile_tokens: int = Field(8192, ge=256, le=2**22)
-    """Tokens of one training launch."""
+    tile_tokens: int = Field(0, ge=0, le=2**22)
+    """Tokens of one training launch; 0: as many as a quarter of the memory holds."""
     memory_gib: float = Field(0.0, ge=0)
     """Of each device, for all stacks on it; 0: nine tenths of what is free when the process starts."""

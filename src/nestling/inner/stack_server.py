@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from nestling.core.clock import Clock
 from nestling.core.errors import ConfigError, ModelError
 from nestling.engine import stack as engine
-from nestling.engine.device import describe, free_bytes, set_precision
+from nestling.engine.device import describe, free_bytes, set_precision, use
 from nestling.engine.sampler import SamplingParams
 from nestling.engine.stack import Stack, TrainRequest
 from nestling.engine.stack_plan import StackShape
@@ -51,6 +51,7 @@ class StackServer:
         config: StackConfig,
         clock: Clock,
     ) -> None:
+        use(device)
         set_precision(config.precision)
         self._bases, self._device, self._config, self._clock = dict(bases), device, config, clock
         self._budget = int(config.memory_gib * 2**30) or free_bytes(device)
@@ -196,7 +197,7 @@ class StackServer:
             return self._stacks[base]
         if base not in self._bases:
             raise ConfigError(f"no base model {base!r}; expected one of {sorted(self._bases)}")
-        taken = sum(stack.reserved for stack in self._stacks.values())
+        budget = self._budget - sum(stack.reserved for stack in self._stacks.values())
         made = Stack(
             self._bases[base],
             StackShape.for_base(
@@ -206,9 +207,10 @@ class StackServer:
                 max_len=self._config.max_len,
                 precision=self._config.precision,
                 tile_tokens=self._config.tile_tokens,
+                budget=budget,
             ),
             device=self._device,
-            budget=self._budget - taken,
+            budget=budget,
             clock=self._clock,
         )
         _log.info("%s on %s: %d jobs at a time", base, self._device, made.num_lanes)
