@@ -17,6 +17,7 @@ Measure = Callable[[], Measured]
 BENCHMARKS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "engine": "decode, rollouts, training and GRPO steps on one CPU thread, beside peers",
+        "gpu": "decode, GRPO steps, stacked jobs and memory on a GPU, part by part",
         "plumbing": "what a rollout costs in env worker and pipe, beside verifiers' own lifecycle",
         "probe": "how long the probe of a template job takes with a warm worker",
         "job": "CPU seconds of a template job, part by part",

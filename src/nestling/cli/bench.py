@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -198,6 +199,67 @@ def job(
     from nestling.bench.job import measure
 
     record = measured("job", lambda: measure(config, families=names, runs=runs), out)
+    if as_json:
+        print_json(record.model_dump(mode="json"))
+    return 0
+
+
+@command.command("gpu")
+@click.option("--parts", metavar="A,B,...", help="Some parts only; `--list` shows them.")
+@click.option("--list", "list_parts", is_flag=True, help="Names of the parts, and end.")
+@click.option(
+    "--device", default="", metavar="NAME", help="cuda:0, ..., cpu; default: the first GPU."
+)
+@click.option("--shapes", metavar="A,B,...", help="nano, micro, smollm2-135m.")
+@click.option("--jobs", type=click.IntRange(1, 1000), help="Whole jobs of a batch on one device.")
+@click.option("--workers", type=click.IntRange(1, 1000), help="Processes that run whole jobs.")
+@click.option("--again", is_flag=True, help="Measure the parts again that are on disk.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=_RESULTS / "gpu.json",
+    show_default=True,
+    help="File for the figures; finished parts are kept in a folder beside it.",
+)
+@room_options
+@json_option
+def gpu(
+    parts: str | None,
+    list_parts: bool,
+    device: str,
+    shapes: str | None,
+    jobs: int | None,
+    workers: int | None,
+    again: bool,
+    out: Path,
+    settings: tuple[str, ...],
+    unsafe_no_jail: bool,
+    as_json: bool,
+) -> int:
+    """Speed and memory on a GPU, part by part; a part that is on disk is not measured again."""
+    from nestling.bench.gpu import PARTS, default_sizes, measure
+
+    if list_parts:
+        print_table(("part", "measures"), list(PARTS.items()))
+        return 0
+    sizes = default_sizes(device)
+    sizes = replace(
+        sizes,
+        shapes=tuple(shapes.split(",")) if shapes else sizes.shapes,
+        jobs=jobs or sizes.jobs,
+        workers=workers or jobs or sizes.workers,
+    )
+    config = recipe(settings, unsafe_no_jail=unsafe_no_jail)
+    kept = out.with_suffix("")
+    chosen = tuple(parts.split(",")) if parts else tuple(PARTS)[:-1]
+    for part in chosen if again else ():
+        for path in kept.glob(f"{part}-*.json"):
+            path.unlink()
+    record = measured(
+        "gpu",
+        lambda: measure(parts=chosen, device=device, sizes=sizes, kept=kept, config=config),
+        out,
+    )
     if as_json:
         print_json(record.model_dump(mode="json"))
     return 0

@@ -1,0 +1,128 @@
+"""A batch of whole template jobs through stacks: env workers, training, both evals, as a run has them."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from statistics import mean
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from nestling.bench.gpu_shapes import Sizes
+from nestling.config import RunConfig
+from nestling.families.registry import TRAINING
+from nestling.inner.baselines import state_folder
+from nestling.inner.run import run_job
+from nestling.jobs.bounds import SMALL
+from nestling.jobs.bundle import Bundle
+from nestling.jobs.manifest import JobManifest, render_manifest
+from nestling.jobs.outcome import Outcome, StepRecord
+from nestling.jobs.template import template_job
+from nestling.wiring import Room, running_stacks
+
+__all__ = ["batch", "jobs_of"]
+
+_BOUNDS: Final = replace(SMALL, max_rollouts=2048)
+"""Ten steps of 128 rollouts are more than a small job of a run may take."""
+
+_room: Room | None = None
+"""Of a worker process."""
+_start: Barrier | None = None
+
+
+def batch(config: RunConfig, sizes: Sizes, *, jobs: int) -> list[dict[str, Any]]:
+    """Wall seconds of `jobs` jobs, twice: with baselines still to be computed, and without.
+
+    Worker processes, scorers and stacks are warm before the clock starts; environments are started per job, as ever.
+    """
+    workers = min(sizes.workers, jobs)
+    context = multiprocessing.get_context("spawn")
+    found = []
+    with (
+        TemporaryDirectory(prefix="nestling-bench-") as scratch,
+        running_stacks(config, Path(scratch) / "logs") as stacks,
+    ):
+        barrier = context.Barrier(workers)
+        settings = (config, scratch, stacks, barrier)
+        with ProcessPoolExecutor(workers, context, _open, settings) as pool:
+            list(pool.map(_warm, range(workers)))
+            for name in ("baselines to compute", "baselines known"):
+                bundles = jobs_of(jobs, sizes)
+                started = time.perf_counter()
+                outcomes = list(pool.map(_run, bundles, range(jobs)))
+                seconds = time.perf_counter() - started
+                found.append(_row(name, outcomes, seconds, len(stacks), workers))
+    return found
+
+
+def jobs_of(count: int, sizes: Sizes) -> list[Bundle]:
+    """The template jobs of the training families in turn."""
+    found = []
+    for i in range(count):
+        template = template_job(TRAINING[i % len(TRAINING)])
+        table = template.manifest().prime_rl
+        manifest = JobManifest.build(
+            "micro",
+            lr=table.lr,
+            max_steps=sizes.job_steps,
+            batch_size=sizes.rollouts,
+            group_size=sizes.group_size,
+            temperature=table.temperature,
+        )
+        files = dict(template.files) | {"job.toml": render_manifest(manifest).encode()}
+        found.append(Bundle.from_files(files))
+    return found
+
+
+def _open(config: RunConfig, scratch: str, stacks: tuple[str, ...], start: Barrier) -> None:
+    """Called once in each worker process."""
+    global _room, _start
+    _start = start
+    _room = Room(config, state_folder(), Path(scratch) / "models", stacks)
+    atexit.register(_room.close)
+    _room.warm()
+
+
+def _warm(number: int) -> str:
+    """Wait until this worker's scorer is ready; every worker takes one of these calls."""
+    assert _room is not None
+    assert _start is not None
+    del number
+    fingerprint = _room.context.scorer.fingerprint()
+    _start.wait()
+    return fingerprint
+
+
+def _run(bundle: Bundle, number: int) -> Outcome:
+    assert _room is not None
+    family = TRAINING[number % len(TRAINING)]
+    context = replace(_room.context, bounds=_BOUNDS, seed=number, keep_models=False)
+    return run_job(bundle, family, context, _ignore)
+
+
+def _ignore(step: StepRecord) -> None:
+    """Steps are in the outcome as well."""
+
+
+def _row(
+    name: str, outcomes: Sequence[Outcome], seconds: float, devices: int, workers: int
+) -> dict[str, Any]:
+    ended = [one for one in outcomes if one.status == "succeeded"]
+    return {
+        "batch": name,
+        "jobs": len(outcomes),
+        "succeeded": len(ended),
+        "reasons": sorted({one.reason for one in outcomes if one.reason}),
+        "devices": devices,
+        "workers": workers,
+        "wall_s": seconds,
+        "jobs_per_s": len(ended) / seconds,
+        "mean_uplift": mean(one.uplift or 0.0 for one in ended) if ended else None,
+        "longest_s": max(one.wall_s for one in outcomes),
+    }
