@@ -114,5 +114,18 @@ async def test_strays_and_half_made_pods_of_a_dead_controller_are_ended(pods) ->
         assert other.deleted_at is None
 
 
+@pytest.mark.slow
+async def test_a_pod_that_never_boots_is_replaced_and_its_log_is_kept(pods) -> None:
+    boots = {"fleet": {"workers": 1, "boot_s": 1.0, "idle_s": 60.0}}
+    async with pods(
+        pod=[{"pods": [1], "do": "error"}, {"pods": [2], "do": "no_runtime"}], **boots
+    ) as room:
+        assert (await room.do("echo", {"n": 1})).state == "done"
+        whys = [event.data["why"] for event in room.events("pod.ending")]
+        assert any("status is ERROR" in why for why in whys)
+        [why] = [why for why in whys if "no word of its worker within 1 s" in why]
+        assert "create container of registry.example" in why
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()

@@ -22,13 +22,19 @@ def script(**fields) -> Script:
 
 
 def idle_while_waiting_s(done: Rehearsal) -> float:
-    """Time in which a pod was up without a job although one waited."""
-    waiting, idle, worst, since = 0, 0, 0.0, None
-    for at, kind, _, _ in done.events:
+    """Longest time in which a pod was ready without a job although one waited."""
+    ready: set[str] = set()
+    waiting = running = 0
+    worst, since = 0.0, None
+    for at, kind, subject, _ in done.events:
         waiting += (kind in ("job.queued", "job.requeued")) - (kind == "job.started")
-        idle += kind in ("pod.ready", "job.done", "job.requeued")
-        idle -= kind == "job.started"
-        if waiting > 0 and idle > 0:
+        running += kind == "job.started"
+        running -= kind in ("job.done", "job.failed", "job.requeued")
+        if kind == "pod.ready":
+            ready.add(subject)
+        elif kind == "pod.ending":
+            ready.discard(subject)
+        if waiting > 0 and len(ready) > running:
             since = at if since is None else since
         elif since is not None:
             worst, since = max(worst, at - since), None
@@ -126,6 +132,37 @@ SIXTEEN = {
     ],
 }
 """An evening on which everything goes wrong."""
+
+
+def test_a_small_fleet_with_every_kind_of_trouble(tmp_path: Path) -> None:
+    """The fast version of the evening below: one fault of each kind on three pods."""
+    trouble = {
+        "request": [
+            {"route": "create", "nth": [1], "do": "reply_lost", "how": "closed"},
+            {"route": "create", "nth": [2], "do": "stock_out"},
+            {"route": "list", "nth": [3, 4], "do": "status", "status": 503},
+            {"route": "delete", "nth": [1], "do": "status", "status": 500},
+        ],
+        "pod": [{"pods": [1], "do": "freeze", "after_s": 60}],
+        "per_minute": 20,
+    }
+    done = rehearse(tmp_path, script(**trouble), durations_s=[120.0] * 4, fleet={"max_usd": 0.5})
+    assert (done.error, done.states, done.left) == ("", ["done"] * 4, 0)
+    assert sum(done.tries) == 5
+    assert done.made == 3
+    assert done.usd <= 0.5
+    assert any("silent" in data["why"] for *_, data in done.of("pod.ending"))
+    assert_kept_no_secret(done, tmp_path, secrets_of(tmp_path))
+
+
+@pytest.mark.slow
+def test_the_cap_of_the_run_ends_it(tmp_path: Path) -> None:
+    done = rehearse(
+        tmp_path, script(), durations_s=[900.0] * 4, fleet={"max_usd": 0.09, "idle_s": 60.0}
+    )
+    assert "fleet.max_usd = 0.09" in done.error
+    assert 0.05 < done.usd <= 0.09
+    assert done.left == 0
 
 
 @pytest.mark.slow

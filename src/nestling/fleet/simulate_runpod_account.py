@@ -132,6 +132,7 @@ class Account:
             environment=self._filled(body.get("env", {})),
             rng=random.Random(f"{self.script.seed}/{number}"),
         )
+        pod.log.append((now, "system", f"create container of {body.get('image')}"))
         self._take(index, pod.count)
         self.pods[pod.id] = pod
         return pod

@@ -131,6 +131,7 @@ class RunpodProvider:
         """Of launches that wait for a pod to enrol or to be lost."""
         self._tasks: tuple[asyncio.Future[None], ...] = ()
         self._stopping = asyncio.Event()
+        self._is_closed = False
         self.port = 0
 
     @property
@@ -223,8 +224,11 @@ class RunpodProvider:
 
     async def close(self) -> None:
         """End every pod, with proof; raises `FleetError` that names what is left. May be repeated."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         if not self._tasks and not self._records.all():
-            await self._api.http.close()
+            await self.detach()
             return
         self._nodes.clear()
         try:

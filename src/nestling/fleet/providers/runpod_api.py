@@ -14,7 +14,7 @@ from nestling.fleet.providers.runpod_http import RunpodHttp
 __all__ = ["ApiPod", "Gpu", "PodRequest", "RunpodApi"]
 
 _PAGE = 1000
-_LOG_IDLE_S = 3.0
+_LOG_S = 4.0
 
 T = TypeVar("T")
 
@@ -157,18 +157,21 @@ class RunpodApi:
         return _read("GET /catalog/gpus", found, _Gpus).gpus
 
     async def log_tail(self, pod_id: str, source: str, lines: int = 20) -> str:
-        """The last lines of a pod's log. The stream never ends; silence does."""
+        """The last lines of a pod's log, after a few seconds: the stream never ends by itself."""
         found: list[str] = []
         params: dict[str, str | int] = {"source": source, "tail": lines}
-        async with self.http.lines(f"/pods/{pod_id}/logs", params, {}) as stream:
-            try:
-                while len(found) < lines:
-                    async with asyncio.timeout(_LOG_IDLE_S):
-                        line = await anext(stream)
+        try:
+            async with (
+                asyncio.timeout(_LOG_S),
+                self.http.lines(f"/pods/{pod_id}/logs", params, {}) as stream,
+            ):
+                async for line in stream:
                     if line.startswith("data:"):
                         found.append(line.removeprefix("data:").strip())
-            except (TimeoutError, StopAsyncIteration):
-                pass
+                    if len(found) >= lines:
+                        break
+        except TimeoutError:
+            pass
         return "\n".join(found)
 
     async def keep_secret(self, name: str, value: str) -> None:
