@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from nestling.core.errors import ConfigError
+from nestling.fleet import memory
 from nestling.fleet.memory import (
     OVER_SHARE,
     MemoryGuard,
@@ -54,6 +55,17 @@ def test_shares_of_a_machine() -> None:
     with pytest.raises(ConfigError, match=r"64 workers on 8\.0 GiB"):
         memory_limits(worker_gib=0.0, num_workers=64, least_free_gib=0.5, machine_gib=8.0)
     assert 0 < available_bytes() <= psutil.virtual_memory().total
+
+
+def test_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("2147483648\n")
+    (tmp_path / "memory.current").write_text("1610612736\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 268435456\n")
+    assert available_bytes() == 768 * MIB
+    assert memory_limits(worker_gib=0.0, num_workers=2, least_free_gib=0.5).worker_gib == 0.9
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.5)
 
 
 async def test_job_over_its_share_ends_with_its_own_reason(fleet, until) -> None:

@@ -37,6 +37,8 @@ _SHARED_OUT = 0.9
 """Of a machine's memory; the rest is the controller's."""
 _IDLE_GIB = 0.6
 """A warm worker with its scorer and jail zygote; measured 0.5 on a CPU."""
+_GROUP = Path("/sys/fs/cgroup")
+"""As a container sees its own; on a machine itself the root has no limit."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _PPID, _SESSION, _RSS = 1, 3, 21
 """Places in /proc/<pid>/stat after the command's closing bracket (proc(5))."""
@@ -118,15 +120,14 @@ def tree_bytes(pids: Sequence[int], limit: float) -> dict[int, int]:
 def available_bytes() -> int:
     """What can be taken without swapping, within this process's memory cgroup (version 2)."""
     machine = int(psutil.virtual_memory().available)
-    group = Path("/sys/fs/cgroup")
+    most = _group_limit()
+    if most is None:
+        return machine
     try:
-        most = (group / "memory.max").read_text().strip()
-        if most == "max":
-            return machine
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((_GROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_GROUP / "memory.stat").read_text().splitlines())
         droppable = int(stat.get("inactive_file", 0))
-        return min(machine, int(most) - used + droppable)
+        return min(machine, most - used + droppable)
     except (OSError, ValueError):
         return machine
 
@@ -138,7 +139,7 @@ def memory_limits(
 
     Raises `ConfigError` when that leaves a worker less than it needs before it does anything.
     """
-    total_gib = psutil.virtual_memory().total / _GIB if machine_gib is None else machine_gib
+    total_gib = _total_bytes() / _GIB if machine_gib is None else machine_gib
     share_gib = worker_gib or _SHARED_OUT * total_gib / num_workers
     if share_gib < _IDLE_GIB:
         raise ConfigError(
@@ -146,6 +147,22 @@ def memory_limits(
             f"at least {_IDLE_GIB:g} GiB; lower fleet.workers"
         )
     return MemoryLimits(worker_gib=share_gib, least_free_gib=least_free_gib)
+
+
+def _total_bytes() -> int:
+    """All memory of the machine, or what the cgroup allows of it."""
+    machine = int(psutil.virtual_memory().total)
+    most = _group_limit()
+    return machine if most is None else min(machine, most)
+
+
+def _group_limit() -> int | None:
+    """What the memory cgroup of a container allows; None without a limit."""
+    try:
+        most = (_GROUP / "memory.max").read_text().strip()
+        return None if most == "max" else int(most)
+    except (OSError, ValueError):
+        return None
 
 
 def _all_processes() -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
