@@ -226,15 +226,18 @@ async def test_one_step_matches_the_cookbooks_data_path(learner, agent):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert _cosine(*updates) > 0.9999
 
-    # The same step by our engine, carried to the adapter: dL/dB = scale * dL/dW @ A^T.
+    # The same step by our engine, carried to the adapter: dL/dB = scale * dL/dW @ A^T. SkyRL trains on
+    # the mean over a sequence's predicted tokens where the hosted service documents the sum.
     flat = agent.weights.flat.clone().requires_grad_()
-    loss = torch.zeros(())
+    loss, trained = 0.0, torch.zeros(())
     for row in centred:
         mask = torch.tensor(row.sampled[1:])
         ratio = (logprobs(agent, flat, row.ids) - torch.tensor(row.logprobs[1:])).exp()
-        loss = loss - (ratio * row.advantage)[mask].sum()
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(losses[0], rel=1e-3, abs=1e-3)
+        row_loss = -(ratio * row.advantage)[mask].sum()
+        loss += float(row_loss.detach())
+        trained = trained + row_loss / len(mask)
+    trained.backward()
+    assert loss == pytest.approx(losses[0], rel=1e-3, abs=1e-3)
     grads = split_views(agent.config, flat.grad)
     engine = {}
     for part in parts(agent.config):
