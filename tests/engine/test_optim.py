@@ -215,3 +215,16 @@ def test_observation_weights_start_after_the_first_turn() -> None:
     assert observation_weights([False, False, True, False, True, False], 0.1) == [
         0, 0, 0, 0.1, 0, 0.1,
     ]  # fmt: skip
+
+
+def test_fused_adamw_is_the_same_update() -> None:
+    rates, config = torch.tensor([1e-2, 1e-3, 0.1]), AdamW(lr=0, weight_decay=0.1)
+    plain, fused = draw(3, 50), draw(3, 50)
+    one, other = Optimizer(config, plain), Optimizer(config, fused)
+    for step in range(5):
+        grad = draw(3, 50, seed=step + 1)
+        one.step(grad, rates)
+        other._steps += 1
+        other.adamw_fused(grad, rates[:, None])
+    assert (plain - fused).abs().max() < 1e-5
+    assert not torch.equal(plain, draw(3, 50))

@@ -117,6 +117,29 @@ class Optimizer:
                 )
             value.copy_(state[name])
 
+    def adamw_fused(self, grad: Tensor, lr_J1: Tensor) -> None:
+        """The update of `adamw` in one kernel per job, as `step` does it on a GPU; rounds differently."""
+        config = self.config
+        assert isinstance(config, AdamW)
+        assert self._first is not None
+        assert self._second is not None
+        for j in range(grad.shape[0]):
+            torch._fused_adamw_(
+                [self._flat[j]],
+                [grad[j]],
+                [self._first[j]],
+                [self._second[j]],
+                [],
+                [self._steps[j].float()],
+                lr=lr_J1[j, 0].float(),
+                beta1=config.betas[0],
+                beta2=config.betas[1],
+                weight_decay=config.weight_decay,
+                eps=_EPS,
+                amsgrad=False,
+                maximize=False,
+            )
+
     def _step_some(self, grad_JP: Tensor, lr_J: Tensor, active_J: Tensor) -> None:
         index = active_J.nonzero()[:, 0]
         if len(index) == 0:
@@ -135,6 +158,9 @@ class Optimizer:
 
     def _update(self, grad: Tensor, lr: Tensor) -> None:
         config, flat = self.config, self._flat
+        if isinstance(config, AdamW) and flat.is_cuda:
+            self.adamw_fused(grad, lr)
+            return
         if isinstance(config, Sgd):
             assert self._first is not None
             if config.weight_decay:
