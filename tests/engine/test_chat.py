@@ -3,6 +3,7 @@ from pathlib import Path
 
 import jinja2
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -183,3 +184,54 @@ def test_transformers_builds_the_same_prompt(tmp_path: Path) -> None:
     conversation = [{"role": m.role, "content": m.content} for m in (SYSTEM, USER)]
     ids = theirs.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
     assert ids == prompt_ids(TOKENIZER, [SYSTEM, USER])
+
+
+@pytest.fixture
+def thinking(tmp_path: Path) -> Tokenizer:
+    """Our closed tokenizer with the marker of a model that thinks aloud."""
+    library = tokenizers.Tokenizer.from_file(saved(TOKENIZER, tmp_path))
+    library.add_tokens(["<think>", "</think>"])
+    return Tokenizer(library.to_str())
+
+
+def saved(tokenizer: Tokenizer, folder: Path) -> str:
+    tokenizer.save(folder)
+    return str(folder / "tokenizer.json")
+
+
+def test_a_model_that_thinks_aloud_is_kept_from_it(thinking: Tokenizer) -> None:
+    assert thinking.layout.name == "qwen3"
+    opening = prompt_ids(thinking, [SYSTEM, USER])
+    assert thinking.decode(opening).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    call = render_call("f", {})
+    history = [
+        SYSTEM,
+        USER,
+        Message(role="assistant", content=call),
+        Message(role="tool", content="3"),
+    ]
+    appended = [
+        *opening,
+        *thinking.encode(call),
+        thinking.turn_end_id,
+        *tool_result_ids(thinking, "3"),
+    ]
+    assert prompt_ids(thinking, history) == appended
+
+
+@pytest.mark.parity
+def test_the_saved_template_of_a_model_that_thinks_aloud(
+    thinking: Tokenizer, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    thinking.save(tmp_path)
+    theirs = PreTrainedTokenizerFast.from_pretrained(str(tmp_path))
+    turns = [("system", "s"), ("user", "u"), ("assistant", "a"), ("tool", "3")]
+    text = theirs.apply_chat_template(
+        [{"role": role, "content": content} for role, content in turns],
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    ours = prompt_ids(thinking, [Message(role=role, content=text) for role, text in turns])
+    assert text == thinking.decode(ours)

@@ -6,10 +6,10 @@ the Hermes ones in every layout; see `engine.chat`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-__all__ = ["CHATML", "GEMMA", "LAYOUTS", "ChatLayout"]
+__all__ = ["CHATML", "GEMMA", "LAYOUTS", "QWEN3", "ChatLayout"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +27,18 @@ class ChatLayout:
     """What the model's own turns are called."""
     has_system: bool = True
     """False: what the system says opens the first turn of the user."""
+    no_thoughts: str = ""
+    """Opens the model's own turns behind the header, so that a model that thinks aloud does not."""
+    marker: str = ""
+    """A token that tells this layout from another with the same turns."""
     template: str
     """The dialect as a Jinja template, for other software that loads the folder."""
 
     def header(self, role: str) -> str:
         """What opens a turn; `role` is `system`, `user` or `assistant`."""
-        return f"{self.turn_start}{self.assistant if role == 'assistant' else role}\n"
+        if role == "assistant":
+            return f"{self.turn_start}{self.assistant}\n{self.no_thoughts}"
+        return f"{self.turn_start}{role}\n"
 
 
 CHATML: Final = ChatLayout(
@@ -52,7 +58,25 @@ CHATML: Final = ChatLayout(
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     ),
 )
-"""Qwen, SmolLM2 and the models of this package."""
+"""Qwen2, SmolLM2 and the models of this package."""
+
+_NO_THOUGHTS: Final = "<think>\n\n</think>\n\n"
+
+QWEN3: Final = replace(
+    CHATML,
+    name="qwen3",
+    no_thoughts=_NO_THOUGHTS,
+    marker="<think>",
+    template=CHATML.template.replace(
+        "'<|im_start|>' + message.role + '\\n' + message.content",
+        "'<|im_start|>' + message.role + '\\n' + (no_thoughts if message.role == 'assistant' else '')"
+        " + message.content",
+    )
+    .replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n' + no_thoughts }}")
+    .replace("{%- for", "{%- set no_thoughts = '<think>\\n\\n</think>\\n\\n' %}{%- for", 1),
+)
+"""The same turns, thoughts left out as its own template does with `enable_thinking = false`; here in earlier turns
+too, since history is appended and never rendered again. Source: the chat template of Qwen/Qwen3-0.6B."""
 
 GEMMA: Final = ChatLayout(
     name="gemma",
@@ -81,4 +105,5 @@ GEMMA: Final = ChatLayout(
 )
 """Gemma 3; its template knows no system turn. Source: the chat template of google/gemma-3-270m-it."""
 
-LAYOUTS: Final = (CHATML, GEMMA)
+LAYOUTS: Final = (QWEN3, CHATML, GEMMA)
+"""The first one that fits is taken."""

@@ -187,10 +187,10 @@ class Tokenizer:
 
     def _find_layout(self) -> ChatLayout:
         for layout in LAYOUTS:
-            markers = (layout.turn_start, layout.turn_end, layout.opening or layout.turn_end)
-            if all(self._id(token) is not None for token in markers):
+            markers = (layout.turn_start, layout.turn_end, layout.opening, layout.marker)
+            if all(self._id(token) is not None for token in markers if token):
                 return layout
-        known = ", ".join(f"{one.turn_start} with {one.turn_end}" for one in LAYOUTS)
+        known = " or ".join({f"{one.turn_start} and {one.turn_end}": None for one in LAYOUTS})
         raise ModelError(
             f"the tokenizer has no token {TURN_START!r} or {TURN_END!r}; expected a chat tokenizer "
             f"with {known} (Qwen, SmolLM2, Gemma or one of ours); choose such a model"
