@@ -15,6 +15,10 @@ from nestling.inner.trainer import TrainRequest
 from nestling.inner.warm_up import DEV_EXAMPLES, worked_examples
 from nestling.jobs.bounds import OPEN, SMALL
 from nestling.jobs.bundle import Bundle
+from nestling.jobs.env_zygote import Zygote
+from nestling.jobs.jail import Jail
+from nestling.jobs.probe import ProbeOptions, probe
+from nestling.jobs.probe_env import JailedOpener
 from nestling.jobs.rollout_env import CallRequest, FinalRequest, RolloutStart, Row
 
 from .conftest import FAMILY, INIT
@@ -103,6 +107,23 @@ def test_turns_that_cannot_be_worked_fail_the_job_with_a_reason(
     assert outcome.status == "failed"
     assert outcome.reason.startswith("sft.")
     assert words in outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [("if False", "no row has turns"), ("* 40 if True", "32 texts")],
+    ids=["none", "too many"],
+)
+def test_the_probe_finds_what_a_warm_up_would_miss(
+    jail: Jail, zygote: Zygote, change: str, words: str
+) -> None:
+    files = dict(job('source = "rows"\n').files)
+    taskset = files["environment/taskset.py"].decode().replace("if n % 2", change)
+    bundle = Bundle.from_files(files | {"environment/taskset.py": taskset.encode()})
+    opener = JailedOpener(jail=jail, starter=zygote)
+    report = probe(bundle, FAMILY, env_opener=opener, options=ProbeOptions(bounds=BOUNDS))
+    assert [problem.code for problem in report.problems] == ["rows.turns"]
+    assert words in report.problems[0].wrong
 
 
 class TwoRowEnv:

@@ -27,14 +27,14 @@ from nestling.jobs.manifest import Sft
 from nestling.jobs.outcome import WarmUp
 from nestling.jobs.rollout_env import CallRequest, FinalRequest, RolloutEnv, RolloutStart
 from nestling.jobs.rollouts import opening_ids
-from nestling.jobs.worked_rows import turns_of
+from nestling.jobs.worked_rows import MAX_WORKED_ROWS, turns_of
 
 __all__ = ["DEV_EXAMPLES", "Supervise", "warm_up", "worked_examples"]
 
 DEV_EXAMPLES: Final = 64
 """Public dev items that a warm-up may use."""
-_MAX_OWN_ROWS: Final = 1024
-"""Rows of the job that are looked at."""
+_MAX_OWN_EXAMPLES: Final = 256
+"""Worked rows of the job that are used; each is played turn by turn."""
 
 Supervise = Callable[[Sequence[TrainRow], float], tuple[LossStats, StepStats]]
 """One optimiser step on rows with cross-entropy weights, at a learning rate."""
@@ -129,13 +129,13 @@ def _dev_examples(request: TrainRequest) -> Iterator[_Example]:
 
 
 def _own_examples(env: RolloutEnv) -> list[_Example]:
-    turns = {}
-    for row in env.rows(_MAX_OWN_ROWS):
+    turns: dict[int, list[str]] = {}
+    for row in env.rows(MAX_WORKED_ROWS):
         try:
             found = turns_of(row)
         except ValueError as error:
             raise JobFailedError("sft.turns", f"{error}; correct the turns of your rows") from error
-        if found is not None:
+        if found is not None and len(turns) < _MAX_OWN_EXAMPLES:
             turns[row.index] = found
     starts = env.reset(list(turns))
     played = [

@@ -36,6 +36,7 @@ from nestling.jobs.probe_rubric import rubric_problems
 from nestling.jobs.probe_static import static_problems
 from nestling.jobs.rollout_env import RolloutEnv, Row
 from nestling.jobs.scripted_rollouts import Play, play_policies
+from nestling.jobs.worked_rows import MAX_WORKED_ROWS, turns_of
 
 if TYPE_CHECKING:
     from nestling.engine.model import Model
@@ -213,6 +214,7 @@ class _Probe:
         return (
             _prompt_problems(rows)
             or self._label_problems()
+            or self._worked_problems()
             or ([] if self._options.leaks is None else self._leak_problems(self._options.leaks))
         )
 
@@ -235,6 +237,19 @@ class _Probe:
             for lesson in self._lessons
             if lesson.found is not None and lesson.found != lesson.answer
         ]
+
+    def _worked_problems(self) -> list[Problem]:
+        """A warm-up on the job's own rows needs some that say what the model's turns are."""
+        sft = self._known_manifest().sft
+        if sft is None or sft.source != "rows":
+            return []
+        try:
+            if any(turns_of(row) for row in self._rows[:MAX_WORKED_ROWS]):
+                return []
+        except ValueError as error:
+            return [_rows("turns", str(error), "the model's turns as text", "correct turns")]
+        fix = 'add turns to your Data, or write source = "dev"'
+        return [_rows("turns", "no row has turns", 'some, with [sft] source = "rows"', fix)]
 
     def _leak_problems(self, index: LeakIndex) -> list[Problem]:
         files = {path: data for path, data in self._bundle.files.items() if path != "job.toml"}

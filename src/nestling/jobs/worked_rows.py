@@ -11,7 +11,10 @@ from typing import Any, Final
 
 from nestling.jobs.rollout_env import Row
 
-__all__ = ["MAX_TURNS", "MAX_TURN_CHARS", "turns_of"]
+__all__ = ["MAX_TURNS", "MAX_TURN_CHARS", "MAX_WORKED_ROWS", "turns_of"]
+
+MAX_WORKED_ROWS: Final = 1024
+"""Rows of a job that are searched for worked examples, from the first."""
 
 MAX_TURNS: Final = 32
 MAX_TURN_CHARS: Final = 2000
