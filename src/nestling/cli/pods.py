@@ -14,7 +14,8 @@ from nestling.cli.options import print_json, print_table, say
 from nestling.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nestling.fleet.providers.runpod_account import PodAccount, PodLine
+    from nestling.config import RunConfig
+    from nestling.fleet.pod_list import PodLine, PodList, Swept
 
 __all__ = ["add_to"]
 
@@ -164,7 +165,7 @@ def simulate_runpod(
     return 0
 
 
-async def _up(config: Any, folder: Path, number: int) -> float:  # noqa: ANN401 (imported late)
+async def _up(config: RunConfig, folder: Path, number: int) -> float:
     from nestling.wiring import open_pods
 
     async with open_pods(config, folder) as provider:
@@ -181,7 +182,7 @@ async def _ls(api_url: str, prefix: str) -> list[PodLine]:
         await account.close()
 
 
-async def _down(api_url: str, prefix: str, timeout_s: float) -> Any:  # noqa: ANN401 (imported late)
+async def _down(api_url: str, prefix: str, timeout_s: float) -> Swept:
     account = _account(api_url)
     try:
         return await account.end_all(prefix, limit_s=timeout_s, told=say)
@@ -189,7 +190,7 @@ async def _down(api_url: str, prefix: str, timeout_s: float) -> Any:  # noqa: AN
         await account.close()
 
 
-def _account(api_url: str) -> PodAccount:
+def _account(api_url: str) -> PodList:
     from nestling.wiring import open_pod_account
 
     return open_pod_account(api_url)

@@ -5,44 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
 
+from nestling.fleet.pod_list import PodLine, Swept
 from nestling.fleet.providers.runpod_api import ApiPod, RunpodApi
 from nestling.fleet.providers.runpod_errors import RateLimitedError, RunpodError, UncertainError
 
-__all__ = ["PodAccount", "PodLine", "Swept"]
+__all__ = ["PodAccount"]
 
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 2.0
 _PROOFS = 2
 """Looks in a row that must find nothing: a list may lag behind."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodLine:
-    """One pod of the pool."""
-
-    name: str
-    id: str
-    status: str
-    usd_per_hour: float
-    up_s: float
-    """Since its container was started; 0 before."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """What a broom did."""
-
-    ended: list[str]
-    left: list[str]
-    """Pods that could not be proved gone in time."""
 
 
 class PodAccount:
@@ -64,9 +38,7 @@ class PodAccount:
             for pod in await self._found(prefix)
         ]
 
-    async def end_all(
-        self, prefix: str, *, limit_s: float, told: Callable[[str], None]
-    ) -> Swept:
+    async def end_all(self, prefix: str, *, limit_s: float, told: Callable[[str], None]) -> Swept:
         """Terminate them all, then look until list and addresses show nothing more.
 
         Raises `RunpodError` when the account cannot be read at all.
