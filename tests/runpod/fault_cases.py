@@ -174,10 +174,12 @@ CASES = (
         max_lost_usd=0.02,
     ),
     Case(
-        name="503 on every delete for 3 min",
-        script=request("delete", "status", status=503, after_s=360, for_s=180),
-        happens="deleted again until it works",
-        max_lost_usd=0.04,
+        name="zombie, and 503 on every delete for 3 min",
+        script=pod("freeze", after_s=60)
+        | request("delete", "status", status=503, after_s=200, for_s=180),
+        happens="deleted again at every look until it works",
+        event=("pod.ending", "silent"),
+        max_lost_usd=0.06,
     ),
     Case(
         name="list stalls 30 s, three times",

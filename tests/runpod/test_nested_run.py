@@ -173,6 +173,8 @@ def test_nested_loop_on_faulty_pods(environment: dict[str, str], tmp_path: Path)
     assert (step.episodes, step.dead_episodes) == (2 * GROUP_SIZE, 0)
     jobs = store.jobs.all()
     assert {job.state for job in jobs} == {"done"}
+    machines = {entry["machine"] for entry in json.loads(done.stdout.splitlines()[-1])["spending"]}
+    assert machines <= {"a5000", "a40", "rtx4090"}
     print(len(jobs), "jobs,", sum(job.tries for job in jobs), "tries")
     _assert_no_secret(tmp_path, told["key"])
 
