@@ -18,7 +18,7 @@ from nestling.inner import stack_wire as wire
 from nestling.inner.baselines import Baselines
 from nestling.inner.run import InnerContext, run_job
 from nestling.inner.scorers.embedded import EmbeddedScorer
-from nestling.inner.stack_client import StackJob, Stacks
+from nestling.inner.stack_client import StackJob, Stacks, place
 from nestling.inner.stack_config import StackConfig
 from nestling.inner.stack_host import StackHost
 from nestling.inner.trainer import TrainLimits, TrainRequest, TrainResult
@@ -180,6 +180,16 @@ def _room(path: str) -> wire.Room | None:
             return job.room("micro")
     except LearnerError:
         return None
+
+
+def test_jobs_that_start_together_are_spread_over_devices() -> None:
+    def room(asker: int, jobs: int, lanes: int) -> wire.Room:
+        return wire.Room(free_bytes=0, num_jobs=jobs, num_lanes=lanes, asker=asker, fingerprint="x")
+
+    found = [place([room(i, 0, 40), room(7, 0, 40)]) for i in range(80)]
+    assert found.count(0) == found.count(1) == 40
+    assert place([room(0, 10, 40), room(0, 5, 40)]) == 1
+    assert place([room(0, 10, 40), room(0, 5, 10)]) == 0  # the smaller device is the fuller one
 
 
 def test_secret_never_reaches_the_stack(host: StackHost, secret_path: Path) -> None:

@@ -22,7 +22,7 @@ from nestling.engine.tokenizer import Tokenizer
 from nestling.inner import stack_wire as wire
 from nestling.inner.stack_settings import LearnSettings
 
-__all__ = ["StackJob", "Stacks"]
+__all__ = ["StackJob", "Stacks", "place"]
 
 _LOOK_S: Final = 1.0
 """Between two looks at the deadline while waiting."""
@@ -37,7 +37,7 @@ class Stacks:
     sockets: tuple[str, ...]
 
     def join(self, base: str, settings: LearnSettings, check: Callable[[], None]) -> StackJob:
-        """A job that trains a copy of `base`, on the device with most room.
+        """A job that trains a copy of `base`, on the device with the smallest share of its lanes taken.
 
         `check` is called while waiting, here and in all that follows; what it raises ends the wait.
 
@@ -45,7 +45,7 @@ class Stacks:
             JobFailedError: the job does not fit any device (`stack.out_of_memory`).
             LearnerError: no stack process answers; the job may be tried again.
         """
-        job, _ = self._best(base, check)
+        job = self._best(base, check)
         job.join(wire.Join(base=base, settings=settings.model_dump_json()))
         return job
 
@@ -53,7 +53,7 @@ class Stacks:
         self, base: str, flat: npt.NDArray[np.float32], check: Callable[[], None]
     ) -> StackJob:
         """A job that plays with weights of its own, float32 in the engine's flat order."""
-        job, _ = self._best(base, check)
+        job = self._best(base, check)
         job.join(wire.JoinWeights(base=base, weights=wire.pack_floats(flat)))
         return job
 
@@ -68,19 +68,33 @@ class Stacks:
                 job.close()
         return "; ".join(sorted(set(found)))
 
-    def _best(self, base: str, check: Callable[[], None]) -> tuple[StackJob, wire.Room]:
-        """A connection to the device with most free memory; between equals, with fewest jobs."""
-        jobs = [StackJob(path, check) for path in self.sockets]
+    def _best(self, base: str, check: Callable[[], None]) -> StackJob:
+        """A connection to the device whose lanes are taken least; equal ones in turn.
+
+        Lanes are what a device's memory has room for. Jobs that start together all see empty devices, so the
+        number of their connection decides between equals.
+        """
+        jobs = list[StackJob]()
         try:
+            for path in self.sockets:
+                jobs.append(StackJob(path, check))
             rooms = [job.room(base) for job in jobs]
         except BaseException:
             for job in jobs:
                 job.close()
             raise
-        order = sorted(range(len(jobs)), key=lambda i: (rooms[i].num_jobs, -rooms[i].free_bytes))
-        for i in order[1:]:
-            jobs[i].close()
-        return jobs[order[0]], rooms[order[0]]
+        chosen = jobs[place(rooms)]
+        for job in jobs:
+            if job is not chosen:
+                job.close()
+        return chosen
+
+
+def place(rooms: Sequence[wire.Room]) -> int:
+    """Index of the device for a job."""
+    taken = [room.num_jobs / room.num_lanes for room in rooms]
+    least = [i for i, share in enumerate(taken) if share == min(taken)]
+    return least[rooms[0].asker % len(least)]
 
 
 class StackJob:

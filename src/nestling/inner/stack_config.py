@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Final, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, field_validator
 
 from nestling.core.frozen import Frozen
 
 __all__ = ["StackConfig"]
 
-Device = Annotated[str, StringConstraints(pattern=r"^(cpu|cuda|cuda:\d+)$")]
+_DEVICE: Final = re.compile(r"cpu|cuda|cuda:\d+")
 
 
 class StackConfig(Frozen):
     """Processes that hold many jobs as one batch, one per device."""
 
-    devices: tuple[Device, ...] = ("cpu",)
-    """`cpu`, `cuda:0`, ...; `cuda` stands for every GPU of this machine. A job goes where most memory is free."""
+    devices: tuple[str, ...] = ("cpu",)
+    """`cpu`, `cuda:0`, ...; `cuda` stands for every GPU of this machine. A job goes
+    where the smallest share of lanes is taken; memory decides how many a device has."""
     max_jobs: int = Field(8, ge=1, le=256)
     """Jobs of one base model and device that are decoded at the same time; further ones wait."""
     rows_per_job: int = Field(32, ge=1, le=1024)
@@ -30,3 +32,13 @@ class StackConfig(Frozen):
     """Tokens of one training launch; 0: as many as a quarter of the memory holds."""
     memory_gib: float = Field(0.0, ge=0)
     """Of each device, for all stacks on it; 0: nine tenths of what is free when the process starts."""
+
+    @field_validator("devices")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        odd = [name for name in value if not _DEVICE.fullmatch(name)]
+        if odd or not value:
+            raise ValueError(
+                f"devices = {list(value)}; expected some of cpu, cuda, cuda:0, cuda:1, ..."
+            )
+        return value

@@ -175,12 +175,11 @@ class StackServer:
     def _admit(self, client: _Client, message: wire.AskRoom | wire.Join | wire.JoinWeights) -> None:
         fingerprint = self._fingerprint()
         if isinstance(message, wire.AskRoom) and not message.base:
-            self._send(client, wire.Room(free_bytes=0, num_jobs=0, fingerprint=fingerprint))
+            self._send(client, _room(client, None, fingerprint))
             return
         stack = self._stack(message.base)
         if isinstance(message, wire.AskRoom):
-            free, count = stack.free, stack.num_jobs
-            self._send(client, wire.Room(free_bytes=free, num_jobs=count, fingerprint=fingerprint))
+            self._send(client, _room(client, stack, fingerprint))
             return
         if client.stack is not None:
             raise wire.WireError("the job has joined already")
@@ -252,6 +251,16 @@ class _Client:
             while self.unsent:
                 sent = self.connection.send(self.unsent)
                 del self.unsent[:sent]
+
+
+def _room(client: _Client, stack: Stack | None, fingerprint: str) -> wire.Room:
+    return wire.Room(
+        free_bytes=stack.free if stack else 0,
+        num_jobs=stack.num_jobs if stack else 0,
+        num_lanes=stack.num_lanes if stack else 0,
+        asker=client.job,
+        fingerprint=fingerprint,
+    )
 
 
 def _play(message: wire.Play) -> Play:

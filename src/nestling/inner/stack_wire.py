@@ -132,6 +132,10 @@ class Room(_Message, frozen=True):
 
     free_bytes: int
     num_jobs: int
+    num_lanes: int
+    """Jobs that are decoded at the same time; what the memory has room for, at most what was asked for."""
+    asker: int
+    """Number of this connection: tells apart those that ask at the same time."""
     fingerprint: str
     """Changes with whatever may change the numbers: device, precision, sizes."""
 
