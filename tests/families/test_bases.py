@@ -15,7 +15,9 @@ from nestling.families.base_card import wilson
 from nestling.families.base_recipe import RECIPES, BaseRecipe, recipe
 from nestling.families.build_bases import BuildConfig, build
 from nestling.families.calibration import Point, miss, next_noise
+from nestling.families.corpus import generate
 from nestling.families.registry import ALL
+from nestling.families.vocabulary import tokenizer
 
 TINY = BaseRecipe(
     name="tiny",
@@ -151,3 +153,13 @@ def test_miss_and_interval_are_what_they_say() -> None:
     assert low < 0.5 < high
     assert math.isclose(high - low, 0.098, abs_tol=0.002)
     assert wilson(0.0, 10)[0] == 0.0
+
+
+def test_shares_say_how_often_a_family_is_drawn() -> None:
+    noise = {"ledger": 0.0, "multi_hop": 0.0}
+    even = generate(noise, 400, 3)
+    assert (generate(noise, 400, 3, shares={"ledger": 1.0}).ids == even.ids).all()
+    rare = generate(noise, 400, 3, shares={"multi_hop": 0.05})
+    words = tokenizer()
+    hops = ["who is" in words.decode(rare.episode(index)[0]) for index in range(400)]
+    assert 5 <= sum(hops) <= 40

@@ -62,7 +62,7 @@ Temperature 1, {n} fresh items per family, exact answers only; "greedy" shows th
 
 ## How it was made
 - Command: `{command}` on {machine}; seed {recipe.seed}.
-- Data: random items of the six families, drawn evenly, each solved by the families' own solvers. No other text.
+- Data: random items of the six families, drawn {_law(recipe)}, each solved by the families' own solvers. No other text.
 - Stage 1: {clean_tokens:,} tokens without errors, batches of {recipe.clean_batch_episodes} episodes, AdamW, rate
   {recipe.clean_lr:g}, warm-up {recipe.clean_warmup_steps} steps, linear decay over the last
   {recipe.clean_decay_share:.0%} of the steps.
@@ -70,3 +70,10 @@ Temperature 1, {n} fresh items per family, exact answers only; "greedy" shows th
   {recipe.noisy_lr:g} with decay. Rates at z = 1: {listed}. z was searched per family on the model itself.
 - Licence: {LICENCE}, weights and data generator alike.
 """
+
+
+def _law(recipe: BaseRecipe) -> str:
+    if not recipe.shares:
+        return "evenly"
+    named = ", ".join(f"{name} {share:g} times" for name, share in sorted(recipe.shares.items()))
+    return f"{named} as often as the others"

@@ -25,6 +25,8 @@ class BaseRecipe(Frozen):
     seed: int = Field(0, ge=0, le=63)
     targets: dict[str, float]
     """Score at temperature 1 to aim at, per family."""
+    shares: dict[str, float] = Field(default_factory=dict)
+    """How often a family is demonstrated, 1 for the others; little leaves a limit of skill."""
     clean_tokens: int = Field(ge=1)
     """Tokens of error-free demonstrations; fewer leave a real limit of skill."""
     clean_batch_episodes: int = Field(96, ge=1)

@@ -292,7 +292,7 @@ class _Build:
 
     def _corpus(self, purpose: str, noise: Mapping[str, float], num_episodes: int) -> Corpus:
         seed = derive_seed(self.recipe.seed, self.recipe.name, "data", purpose)
-        return generate(noise, num_episodes, seed, self.executor)
+        return generate(noise, num_episodes, seed, self.executor, self.recipe.shares)
 
     def _scores(
         self, model: Model, n: int, purpose: str, *, temperature: float = 1.0

@@ -58,23 +58,32 @@ class Corpus:
 
 
 def generate(
-    noise: Noise, num_episodes: int, seed: int, executor: Executor | None = None
+    noise: Noise,
+    num_episodes: int,
+    seed: int,
+    executor: Executor | None = None,
+    shares: Mapping[str, float] | None = None,
 ) -> Corpus:
-    """`num_episodes` demonstrations, families drawn evenly among the keys of `noise`.
+    """`num_episodes` demonstrations of the families that are the keys of `noise`.
 
-    `executor` (of processes) shares the work out in fixed chunks, so it does not change the result.
+    `shares` says how often a family is drawn, 1 for those it does not name; without it all are drawn
+    evenly. `executor` (of processes) shares the work out in fixed chunks, so it does not change the result.
     """
     sizes = [
         min(_CHUNK_EPISODES, num_episodes - start)
         for start in range(0, num_episodes, _CHUNK_EPISODES)
     ]
-    jobs = [(dict(noise), size, derive_seed(seed, "chunk", i)) for i, size in enumerate(sizes)]
+    weights = [(shares or {}).get(name, 1.0) for name in noise]
+    jobs = [
+        (dict(noise), weights, size, derive_seed(seed, "chunk", i)) for i, size in enumerate(sizes)
+    ]
     chunks: Iterable[Corpus] = map(_chunk, jobs) if executor is None else executor.map(_chunk, jobs)
     return _join(list(chunks))
 
 
-def _chunk(job: tuple[dict[str, float], int, int]) -> Corpus:
-    noise, num_episodes, seed = job
+def _chunk(job: tuple[dict[str, float], list[float], int, int]) -> Corpus:
+    noise, weights, num_episodes, seed = job
+    is_even = len(set(weights)) == 1
     rng = stream(seed)
     families = [(get(name), ErrorRates.at(z)) for name, z in noise.items()]
     words = tokenizer()
@@ -82,7 +91,9 @@ def _chunk(job: tuple[dict[str, float], int, int]) -> Corpus:
     sampled: list[bool] = []
     starts = [0]
     for _ in range(num_episodes):
-        family, rates = rng.choice(families)
+        family, rates = (
+            rng.choice(families) if is_even else rng.choices(families, weights=weights)[0]
+        )
         item = family.sample(rng, *family.eval_range)
         episode = encode(words, item, demonstrate(family, item, rng, rates))
         ids += episode.ids
