@@ -294,6 +294,21 @@ BROKEN = [
         edits=reward("return float(parse_answer(trace.last_reply) != self.data.answer)"),
     ),
     BrokenJob(
+        name="tools_that_count",
+        code="rubric.replies",
+        line="[rubric] the same tool calls got other answers in another order; expected tools that depend on their own rollout alone; fix: keep no state outside trace.state",
+        edits=(
+            (TASKSET_PATH, "[Tools(config.tools)]", "[Counting(config.tools)]"),
+            (
+                TASKSET_PATH,
+                "class TaskConfig",
+                "SEEN = []\n\n\nclass Counting(Tools):\n    def use(self, tool, **given):\n"
+                "        SEEN.append(tool)\n"
+                "        return super().use(tool, **given) + ' ' * len(SEEN)\n\n\nclass TaskConfig",
+            ),
+        ),
+    ),
+    BrokenJob(
         name="order",
         code="rubric.order",
         line="[rubric] the same rollouts got other rewards in another order; expected a reward that depends on its own rollout alone; fix: keep no state outside trace.state",

@@ -26,6 +26,7 @@ def problems_of(source):
         "class A:\n    def __init__(self):\n        self.x = 1\n        self._y = 2\n",
         "",
         "ANSWER = 'RANGE'  # REWARDS in a comment\n",
+        "import random\nrng = random.Random(7)\nother = random.Random(x=3)\n",
     ],
 )
 def test_plain_code_passes(source):
@@ -46,6 +47,9 @@ def test_plain_code_passes(source):
         ("x = exec", "static.name", "exec is refused"),
         ("x = eval('1')", "static.name", "eval is refused"),
         ("exit()", "static.name", "exit is refused"),
+        ("import random\nrng = random.Random()", "static.unseeded", "line 2: Random() has no seed"),
+        ("from random import Random\nx = Random()", "static.unseeded", "Random() has no seed"),
+        ("import random\nx = random.SystemRandom()", "static.unseeded", "SystemRandom()"),
         ("raise SystemExit", "static.name", "SystemExit"),
         ("globals()['x'] = 1", "static.name", "globals"),
         ("x = ().__class__.__bases__", "static.dunder", "__class__"),
