@@ -133,6 +133,7 @@ async def open_pods(
     beat_s: float = 1.0,
     lease_s: float = 30.0,
     closes: bool = True,
+    handlers: str = "pod_handlers:make_handlers",
     **settings: Any,
 ) -> AsyncIterator[Room]:
     clock = SystemClock()
@@ -149,7 +150,7 @@ async def open_pods(
         provider = await open_provider(
             config,
             PodWork(
-                handlers="pod_handlers:make_handlers",
+                handlers=handlers,
                 settings={},
                 private={"eval-secret": EVAL_SECRET},
                 beat_s=beat_s,

@@ -18,7 +18,7 @@ from nestling.store.run_store import RunStore
 
 from .conftest import IMAGE, free_port
 
-ROOM_GIB = 0.65
+ROOM_GIB = 0.85
 """Memory of a pod's supervisor, worker, scorer and jails, measured."""
 
 

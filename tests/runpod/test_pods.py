@@ -104,6 +104,30 @@ async def test_the_next_controller_takes_the_warm_pods_over(pods, tmp_path: Path
         await until(lambda: simulator.app.account.live_pods() == [])
 
 
+async def test_pods_without_a_controller_end_themselves(tmp_path: Path) -> None:
+    async with simulated(tmp_path) as simulator:
+        settings = {"simulator": simulator, "workers": 1, "lost_controller_s": 1.0}
+        async with open_pods(tmp_path, None, closes=False, **settings) as room:
+            await room.provider.wait_for_pods(1)
+            await room.provider.detach()
+        await until(lambda: simulator.app.account.live_pods() == [])
+        asked = [path for method, path, _ in simulator.app.seen.requests if method == "POST"]
+        assert asked[-1].endswith("/action")
+
+
+@pytest.mark.slow
+async def test_workers_that_cannot_start_end_the_run_with_their_words(pods) -> None:
+    """On the same pod three times, as a boot costs more than a start; then the pool gives up."""
+    with pytest.raises(ExceptionGroup) as caught:
+        async with pods(fleet={"workers": 1, "handlers": "pod_handlers:break_down"}) as room:
+            await room.do("echo", {"n": 1})
+    group = caught.value.exceptions[0]
+    assert isinstance(group, ExceptionGroup)
+    assert "the accelerator is on fire" in str(group.exceptions[0])
+    assert len(room.account.pods) == 2
+    assert room.account.live_pods() == []
+
+
 async def test_strays_and_half_made_pods_of_a_dead_controller_are_ended(pods) -> None:
     async with pods(fleet={"workers": 1}) as room:
         prefix = room.provider.keeper._prefix

@@ -74,6 +74,7 @@ class PodChild:
         self.generation = generation
         self.is_ready = False
         self.is_busy = False
+        self.is_gone = False
         self._process = process
         self._marker = marker
         self._folder = folder

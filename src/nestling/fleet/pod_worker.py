@@ -167,13 +167,15 @@ class Supervisor:
             await self._join(self._child)
 
     async def _join(self, child: PodChild) -> None:
-        """A new controller: an idle worker goes on, one with work of the old one does not."""
-        if child.is_ready and not child.is_busy:
-            child.generation = 1
-            self._say(Said(generation=1, message=_ready()))
-        else:
+        """A new controller: a worker that starts or waits goes on, one with old work does not."""
+        if child.is_busy or child.is_gone:
+            self._child = None
             await child.end()
             await self._new_child(1)
+            return
+        child.generation = 1
+        if child.is_ready:
+            self._say(Said(generation=1, message=_ready()))
 
     async def _new_child(self, generation: int) -> None:
         assert self._spec is not None
@@ -196,8 +198,9 @@ class Supervisor:
             self._busy_s = self._clock.monotonic()
             if child is self._child:
                 self._say(Said(generation=child.generation, message=msgspec.Raw(body)))
+        child.is_gone = True
+        child.is_ready = child.is_busy = False
         if child is self._child:
-            child.is_ready = child.is_busy = False
             self._say(ChildGone(generation=child.generation, words=child.last_words()))
 
     async def _listen(self) -> None:
