@@ -164,7 +164,7 @@ class _Script:
     def _turns(self, rows: list[list[int]]) -> list[list[int]]:
         """What each row of a new `generate` has to say; rows of one history may take each other's."""
         unused = list(self._rollouts)
-        found = []
+        found: list[list[int]] = []
         for row in rows:
             start = next(i for i, token in enumerate(row) if token != self._pad_id)
             history = row[start:]
