@@ -94,7 +94,11 @@ def _warm(number: int) -> str:
     assert _room is not None
     assert _start is not None
     del number
-    fingerprint = _room.context.scorer.fingerprint()
+    try:
+        fingerprint = _room.context.scorer.fingerprint()
+    except BaseException:
+        _start.abort()  # the others would wait for this one for ever
+        raise
     _start.wait()
     return fingerprint
 
