@@ -54,14 +54,14 @@ def packed_attention(
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: ANN205
+    def forward(
         ctx: Any,  # noqa: ANN401
         q: Tensor,
         k: Tensor,
         v: Tensor,
         groups: Sequence[PackedGroup],
         scale: float,
-    ):
+    ) -> Tensor:
         _, H, N, d = q.shape
         out = q.new_empty(1, N, H, d)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -81,7 +81,7 @@ class _PackedAttention(torch.autograd.Function):
         return out.view(1, N, H * d)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor):  # noqa: ANN205, ANN401
+    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401
         q, k, v, out, sums = ctx.saved_tensors
         grad, out = grad.view(out.shape).transpose(1, 2), out.transpose(1, 2)
         sums = sums.transpose(1, 2)[..., None]
@@ -122,7 +122,8 @@ def _causal_parts(group: PackedGroup) -> list[tuple[slice, int]]:
 
 def _rows(x: Tensor, part: slice, rows: int) -> Tensor:
     """[rows, H, T, d], a view of tokens `part` of x [1, H, N, d]."""
-    return x[0, :, part].unflatten(1, (rows, -1)).transpose(0, 1)
+    H, d = x.shape[1], x.shape[3]
+    return x[0, :, part].view(H, rows, -1, d).transpose(0, 1)
 
 
 def _join(out: Tensor, sums: Tensor, other: Tensor, other_sums: Tensor) -> None:
