@@ -6,6 +6,7 @@ training run, so an older policy is never sampled here after a newer one was pub
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -329,3 +330,18 @@ def _ask(run, question, otherwise):
             return question(store)
     except StoreError:
         return otherwise
+
+
+def test_cookbooks_own_loop_trains_on_nested_episodes(tmp_path):
+    recipe, run = tmp_path / "recipe.toml", tmp_path / "run"
+    recipe.write_text(RECIPE.replace("steps = 3", "steps = 1"))
+    command = [sys.executable, "-m", "nestling", "cookbook", str(recipe), "--out", str(run)]
+    subprocess.run(command, check=True)
+    lines = (run / "cookbook" / "metrics.jsonl").read_text().splitlines()
+    told = [json.loads(line) for line in lines]
+    rewards = [one["env/all/reward/total"] for one in told if "env/all/reward/total" in one]
+    assert len(rewards) == 1
+    assert -0.1 <= rewards[0] <= 1.0
+    assert any(key.startswith("env/all/outcome/") for one in told for key in one)
+    saved = (run / "cookbook" / "checkpoints.jsonl").read_text()
+    assert "tinker://" in saved

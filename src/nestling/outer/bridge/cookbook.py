@@ -27,8 +27,7 @@ from tinker_cookbook.rl.types import (
 from nestling.outer.bridge.episodes import FAULT_REWARD, EpisodePay, Play
 from nestling.outer.bridge.inversion import InvertedEpisode, TurnWanted
 from nestling.outer.config import OuterConfig, TinkerConfig
-from nestling.outer.learner import LossSpec, Sampled
-from nestling.outer.learners import tinker_loss
+from nestling.outer.learner import Sampled
 from nestling.outer.plan import EpisodePlan, GroupPlan, plan_group
 
 __all__ = ["EpisodeDataset", "EpisodeEnv", "EpisodeGroup", "dataset_builder", "train_with_cookbook"]
@@ -204,7 +203,7 @@ async def train_with_cookbook(
     register_tokenizer(
         learner.base_model, lambda: AutoTokenizer.from_pretrained(str(tokenizer_folder))
     )
-    loss, settings = tinker_loss.on_the_wire(LossSpec(kind=config.loss, clip=config.clip))
+    loss, settings = _loss(config)
     pace: dict[str, Any] = {
         "max_steps_off_policy": config.max_staleness,
         "groups_per_batch": config.groups_per_step,
@@ -212,7 +211,7 @@ async def train_with_cookbook(
     if (
         "loss_fn" in inspect.signature(train.AsyncConfig).parameters
     ):  # 0.6: an async loss of its own
-        pace |= {"loss_fn": loss, "loss_fn_config": settings or None}
+        pace |= {"loss_fn": loss, "loss_fn_config": settings}
     await train.main(
         train.Config(
             model_name=learner.base_model,
@@ -223,7 +222,7 @@ async def train_with_cookbook(
             learning_rate=config.learning_rate,
             lora_rank=learner.lora_rank,
             loss_fn=loss,
-            loss_fn_config=settings or None,
+            loss_fn_config=settings,
             temperature=config.temperature,
             max_tokens=config.max_turn_tokens,
             ttl_seconds=learner.checkpoint_ttl_s,
@@ -234,6 +233,16 @@ async def train_with_cookbook(
             async_config=train.AsyncConfig(**pace) if config.max_staleness else None,
         )
     )
+
+
+def _loss(config: OuterConfig) -> tuple[str, dict[str, float] | None]:
+    """Our loss in the service's words; its bounds are those of the ratio itself."""
+    if config.loss == "importance_sampling":
+        return "importance_sampling", None
+    return "ppo", {
+        "clip_low_threshold": 1.0 - config.clip,
+        "clip_high_threshold": 1.0 + config.clip,
+    }
 
 
 def _observation(wanted: TurnWanted) -> tinker.ModelInput:
