@@ -45,6 +45,11 @@ class RlRun:
     num_train_gpus: int = 1
     num_infer_gpus: int = 1
     gpu_memory_utilization: float = 0.85
+    """Share of a GPU that inference takes."""
+    output_dir: str = ""
+    """Folder of runs; empty: prime-rl's own, in the current folder."""
+    ports: tuple[int, int, int] | None = None
+    """Of inference, its backend and the environment server; None: prime-rl's own, for one run a machine."""
 
 
 def render_rl_toml(manifest: JobManifest, model: str, run: RlRun) -> str:
@@ -57,7 +62,7 @@ def rl_document(manifest: JobManifest, model: str, run: RlRun) -> dict[str, Any]
 
     Args:
         manifest: the job, of either scale; its own base model is replaced by `model`.
-        model: a catalog name or a name of the model hub.
+        model: a catalog name, a name of the model hub, or an absolute path of a model folder.
         run: names and resources.
 
     Raises:
@@ -79,11 +84,23 @@ def rl_document(manifest: JobManifest, model: str, run: RlRun) -> dict[str, Any]
             _put(document, key.path, _value(key, manifest))
     source = document["orchestrator"]["train"]["source"][0]
     source["env"]["taskset"] |= manifest.env
+    if run.output_dir:
+        document["output_dir"] = run.output_dir
+    if run.ports is not None:
+        inference, backend, environment = run.ports
+        document["inference"] |= {"server": {"port": inference}, "backend_port": backend}
+        client = {"base_url": f"http://localhost:{inference}/v1"}
+        document["orchestrator"] |= {
+            "env_server_base_port": environment,
+            "model": {"client": client},
+        }
     return document
 
 
 def _fixed(manifest: JobManifest, model: str, run: RlRun) -> dict[str, Any]:
-    renderer = {"name": _THINKING_RENDERER if "qwen3" in model.lower() else "default"}
+    # A folder's name says nothing, and neither renderer nor tool parser is then found by name.
+    known = manifest.base_model if model.startswith("/") else model
+    renderer = {"name": _THINKING_RENDERER if "qwen3" in known.lower() else "default"}
     source = {
         "name": "job",
         "env": {
@@ -103,7 +120,12 @@ def _fixed(manifest: JobManifest, model: str, run: RlRun) -> dict[str, Any]:
         # only this transport leaves weights that can be served after the run
         "weight_broadcast": {"type": "filesystem"},
         "orchestrator": {"renderer": renderer, "train": {"source": [source]}},
-        "inference": {"vllm": {"gpu_memory_utilization": run.gpu_memory_utilization}},
+        "inference": {
+            "vllm": {
+                "gpu_memory_utilization": run.gpu_memory_utilization,
+                "tool_call_parser": "hermes",
+            }
+        },
     }
 
 
