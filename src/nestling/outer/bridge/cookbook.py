@@ -211,7 +211,7 @@ async def train_with_cookbook(
     if (
         "loss_fn" in inspect.signature(train.AsyncConfig).parameters
     ):  # 0.6: an async loss of its own
-        pace |= {"loss_fn": loss, "loss_fn_config": settings}
+        pace |= {"loss_fn": loss}
     await train.main(
         train.Config(
             model_name=learner.base_model,
