@@ -6,48 +6,55 @@ from pathlib import Path
 
 import click
 
-from nestling.cli.options import Commands, family_of, json_option, print_json, print_table
+from nestling.cli.options import Commands, family_of, json_option, print_json, print_table, say
+from nestling.core.errors import ConfigError
 
 __all__ = ["command"]
 
 
 @click.group("families", cls=Commands)
 def command() -> None:
-    """List and show the task families."""
+    """List, show, check and begin task families."""
 
 
 @command.command("list")
 @json_option
 def list_families(as_json: bool) -> int:
-    """All families: five train the agent, the others only test it."""
-    from nestling.families.registry import ALL, get
+    """Our six families (five train the agent, one only tests it) and those of installed packages."""
+    from nestling.families.plugins import installed_names
+    from nestling.families.registry import ALL, get, names
 
-    found = [get(name) for name in ALL]
-    rows = [
-        (
-            one.name,
-            "held out" if one.held_out else "training",
-            f"{one.eval_range[0]} to {one.eval_range[1]}",
-            one.tool_signatures,
-        )
-        for one in found
+    rows, found = [], []
+    broken = [
+        f"the plug-in {name!r} is left out: the name is one of ours; rename it"
+        for name in installed_names()
+        if name in ALL
     ]
-    print_table(("family", "use", "hidden difficulty", "tools"), rows)
-    if as_json:
-        print_json(
+    for name in names():
+        try:
+            one = get(name)
+        except ConfigError as e:
+            broken.append(str(e))
+            continue
+        use = "held out" if one.held_out else "training"
+        source = "nestling" if name in ALL else "plug-in"
+        lo, hi = one.eval_range
+        rows.append((name, use, source, f"{lo} to {hi}", one.tool_signatures))
+        found.append(
             {
-                "families": [
-                    {
-                        "name": one.name,
-                        "held_out": one.held_out,
-                        "eval_range": list(one.eval_range),
-                        "tools": one.tool_signatures,
-                    }
-                    for one in found
-                ]
+                "name": name,
+                "held_out": one.held_out,
+                "source": source,
+                "eval_range": [lo, hi],
+                "tools": one.tool_signatures,
             }
         )
-    return 0
+    print_table(("family", "use", "from", "hidden difficulty", "tools"), rows)
+    for line in broken:
+        say(f"error: {line}")
+    if as_json:
+        print_json({"families": found, "broken": broken})
+    return 1 if broken else 0
 
 
 @command.command("show")
@@ -117,3 +124,44 @@ def package(name: str, out: Path | None, as_json: bool) -> int:
     if as_json:
         print_json({"folder": str(folder), "files": [str(path) for path in files]})
     return 0
+
+
+@command.command("new")
+@click.argument("name")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="A new or empty folder. Default: NAME-family here.",
+)
+@json_option
+def new(name: str, out: Path | None, as_json: bool) -> int:
+    """Begin a family of your own: an installable package whose tests pass as it stands."""
+    from nestling.families.scaffold import write_new_family
+
+    folder = out or Path(f"{name.replace('_', '-')}-family")
+    files = write_new_family(name, folder)
+    click.echo(f"{len(files)} files in {folder}; begin with {folder}/README.md")
+    click.echo(f"install it with: pip install -e {folder}")
+    click.echo(f"then: nestling families check {name}")
+    if as_json:
+        print_json({"folder": str(folder), "files": [str(path) for path in files]})
+    return 0
+
+
+@command.command("check")
+@click.argument("name")
+@json_option
+def check(name: str, as_json: bool) -> int:
+    """Draw items of a family, solve, spoil and grade them, and compare its toolset."""
+    from nestling.families.contract import play_problems, toolset_problems
+    from nestling.families.registry import get
+
+    family = get(family_of(name))
+    problems = [*play_problems(family), *toolset_problems(family)]
+    for problem in problems:
+        click.echo(problem)
+    if not problems:
+        click.echo(f"{name} keeps the contract of a family")
+    if as_json:
+        print_json({"ok": not problems, "problems": problems})
+    return 1 if problems else 0

@@ -275,18 +275,18 @@ def _manifest(bundle: Bundle) -> JobManifest:
 
 def _family_of(folder: Path, given: str | None) -> str:
     """The family that was named, or the one that the folder is named after."""
-    from nestling.families.registry import ALL
+    from nestling.families.registry import names
 
     _require_job_folder(folder)
     if given is not None:
         return family_of(given)
     name = folder.resolve().name
-    for family in ALL:
+    for family in names():
         if name == family or re.match(rf"{family}[-_.]", name):
             return family
     raise ConfigError(
         f"nothing says what {folder} teaches: its name is not a family; expected one of "
-        f"{', '.join(ALL)}; add --family NAME"
+        f"{', '.join(names())}; add --family NAME"
     )
 
 

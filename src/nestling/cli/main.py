@@ -25,7 +25,7 @@ _COMMANDS = {
     "eval-agent": ("eval_agent", "Compare agents on families, with intervals."),
     "baselines": ("baselines", "Scores of the untrained base models."),
     "models": ("models", "List, show or build base models and agents."),
-    "families": ("families", "List and show the task families."),
+    "families": ("families", "List, show, check and begin task families."),
     "serve": ("serve", "Serve a model through an OpenAI-compatible API."),
     "export": ("export", "Write a run's trained agent as a model folder with a card."),
     "fleet": ("fleet", "Rent, list and end pods; simulate a fleet."),

@@ -82,13 +82,16 @@ def recipe(settings: Sequence[str], *, unsafe_no_jail: bool = False) -> RunConfi
 
 def family_of(name: str) -> str:
     """The name, when there is such a family; `ConfigError` with the nearest one otherwise."""
-    from nestling.families.registry import ALL
+    from nestling.families.registry import ALL, get, names
 
-    if name not in ALL:
+    if name in ALL:
+        return name
+    known = names()
+    if name not in known:
         raise ConfigError(
-            f"unknown family {name!r}; expected one of {', '.join(ALL)}.{_hint(name, ALL)}"
+            f"unknown family {name!r}; expected one of {', '.join(known)}.{_hint(name, known)}"
         )
-    return name
+    return get(name).name
 
 
 def families_of(text: str) -> tuple[str, ...]:

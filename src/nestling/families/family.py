@@ -22,7 +22,8 @@ Solution = Generator[Step, str | None, str]
 class Family(Protocol):
     """One kind of task: how items are made, what tools do, who is right.
 
-    Pure: no verifiers, no torch. `families/public/` holds what the agent may see.
+    Pure: no verifiers, no torch. A public package (`families/public/` for our own) holds what the
+    agent may see; its modules import each other and the shared ones relatively.
     """
 
     name: str
@@ -41,8 +42,13 @@ class Family(Protocol):
         ...
 
     @property
+    def public_package(self) -> str:
+        """Import name of the package that holds its public modules."""
+        ...
+
+    @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the family's own modules in `families/public/`."""
+        """Names of the family's own modules in its public package."""
         ...
 
     @property
@@ -86,11 +92,16 @@ class RuledFamily:
 
     name: str
     rules: ModuleType
-    """A module of `families/public/` with SIGNATURES, sample, start and call."""
+    """A module of the public package with HIGHEST, SIGNATURES, sample, start and call."""
+
+    @property
+    def public_package(self) -> str:
+        """The package of the rules."""
+        return self.rules.__name__.rpartition(".")[0]
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the family's own modules in `families/public/`."""
+        """Names of the family's own modules in its public package."""
         return (self.name, f"{self.name}_tools")
 
     @property

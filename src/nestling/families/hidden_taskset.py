@@ -37,7 +37,7 @@ def hidden_taskset(family: str | Family, items: Sequence[Item]) -> vf.Taskset[An
         ConfigError: there is no such family.
     """
     chosen = get(family)
-    tools = importlib.import_module(f"nestling.families.public.{chosen.name}_tools")
+    tools = importlib.import_module(f"{chosen.public_package}.{chosen.name}_tools")
     by_index = list(items)
 
     class HiddenTask(vf.Task[tools.Data, tools.State, _TaskConfig]):  # type: ignore[name-defined]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from nestling.families.contract import SHARED
 from nestling.families.family import Family
 from nestling.families.registry import get
 
 __all__ = ["public_files", "public_modules"]
 
 _FOLDER: Final = Path(__file__).parent / "public"
-_SHARED: Final = ("answer", "item", "rollout", "steps")
 _INIT: Final = '''"""Rows, tools and answer format of {name}. Read-only: your environment imports it.
 
 from tools import Data, State, Tools, parse_answer, sample
@@ -37,10 +38,11 @@ def public_modules(family: str | Family) -> dict[str, bytes]:
         ConfigError: there is no such family.
     """
     chosen = get(family)
-    return {
-        f"{module}.py": (_FOLDER / f"{module}.py").read_bytes()
-        for module in sorted((*_SHARED, *chosen.modules))
+    shared = {f"{module}.py": (_FOLDER / f"{module}.py").read_bytes() for module in SHARED}
+    own = {
+        f"{module}.py": _source(f"{chosen.public_package}.{module}") for module in chosen.modules
     }
+    return dict(sorted((own | shared).items()))
 
 
 def public_files(family: str | Family) -> dict[str, bytes]:
@@ -55,3 +57,9 @@ def public_files(family: str | Family) -> dict[str, bytes]:
         name=chosen.name, lo=lo, hi=hi, highest=chosen.highest, signatures=chosen.tool_signatures
     )
     return {"__init__.py": init.encode(), **public_modules(chosen)}
+
+
+def _source(module: str) -> bytes:
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None, module  # noqa: PT018
+    return Path(spec.origin).read_bytes()
