@@ -9,6 +9,7 @@ import torch
 from nestling.core.errors import ConfigError
 from nestling.engine.batching import TrainRow
 from nestling.engine.checkpoint import load_model, save_model
+from nestling.engine.lane_decoder import LaneDecoder, LanePlan
 from nestling.engine.learn import (
     AdamW,
     Dppo,
@@ -22,7 +23,15 @@ from nestling.engine.sampler import SamplingParams, TurnEnd, play
 from nestling.engine.stack import Stack
 from nestling.engine.stack_plan import StackShape
 from nestling.engine.stack_play import STOPS, Played
-from nestling.engine.stack_train import JobSettings, StackedJob, train_jobs
+from nestling.engine.stack_train import (
+    JobSettings,
+    PlayedRows,
+    StackedJob,
+    TilePlan,
+    Update,
+    launch_gradients,
+    train_jobs,
+)
 from nestling.engine.weights import Weights, num_parameters
 
 from .conftest import make_config, make_model
@@ -160,12 +169,13 @@ def test_fault_of_a_job_is_its_end_and_nobody_elses(
     assert_same_bits(alone, beside)
 
 
+@pytest.mark.parametrize("together", [False, True])
 def test_what_a_diverged_job_leaves_in_a_lane_does_not_reach_the_next(
-    base: Path, script: Callable[..., Script]
+    base: Path, script: Callable[..., Script], together: bool
 ) -> None:
     alone, after = script(rounds=1), script(rounds=1)
-    run(stack(base, lanes=1), [alone])
-    place = stack(base, lanes=1)
+    run(stack(base, lanes=1, together=together), [alone])
+    place = stack(base, lanes=1, together=together)
     wild = np.full(num_parameters(make_config()), np.nan, np.float32)
     place.join_weights(0, wild)
     bad = script(prompts=[[5] * 50] * 6)
@@ -290,3 +300,48 @@ def test_weights_that_are_only_played_need_no_training(
     assert [found.ids[n, : found.lengths[n]].tolist() for n in range(len(wanted))] == [
         rollout.ids for rollout in wanted
     ]
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "adapters"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_of_a_step_is_on_another_device(
+    lora: LoraConfig | None, dtype: torch.dtype
+) -> None:
+    # "meta" tensors have shapes and a device but no numbers, and do not mix with those of the CPU: what
+    # passes here moves every tensor to its device, as a GPU needs it.
+    config, device = make_config(), torch.device("meta")
+    plan = LanePlan(lanes_per_launch=2, in_lockstep=False)
+    decoder = LaneDecoder(
+        config, 3, num_lanes=2, num_rows=3, max_len=64, device=device, dtype=dtype, plan=plan
+    )
+    decoder.load(1, torch.empty(1, num_parameters(config), device=device), 64)
+    for greedy in (False, True):
+        decoder._step(0, 2, 64, greedy)
+    base = Weights(config, torch.empty(1, num_parameters(config), device=device))
+    jobs = [
+        StackedJob(
+            base,
+            make_model().tokenizer,
+            JobSettings(loss=loss, optim=AdamW(lr=1), lora=lora),
+            device,
+        )
+        for loss in (Dppo(), Ipo(), Dppo(kl_tau=0.1))
+    ]
+    updates = [_update(rows, length) for rows, length in ((3, 20), (6, 40), (1, 70))]
+    plan = TilePlan(rows=2, jobs_per_launch=8, tokens_per_launch=300)
+    grad, _, counts = launch_gradients(jobs, updates, plan, dtype)
+    assert (grad.device, grad.dtype, grad.shape[0]) == (device, torch.float32, 3)
+    assert counts == [(3, 30), (6, 120), (1, 35)]
+
+
+def _update(rows: int, length: int) -> Update:
+    sampled = np.zeros((rows, length), bool)
+    sampled[:, length // 2 :] = True
+    played = PlayedRows(
+        ids=np.full((rows, length), 5),
+        sampled=sampled,
+        logprobs=np.zeros((rows, length), np.float32),
+        lengths=np.full(rows, length),
+    )
+    advantages = np.ones(rows, np.float32)
+    return Update(rows=played, advantages=advantages, ce_weights=None, temperature=1.0, lr=1e-3)

@@ -123,18 +123,19 @@ class LaneDecoder:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def load(self, lane: int, flat_1P: Tensor, max_total_tokens: int) -> None:
-        """Give a lane its weights; its rows start afresh.
+    def load(self, lane: int, flat_1P: Tensor, longest: int) -> None:
+        """Give a lane its weights; its rows start afresh and have at most `longest` tokens.
 
         The cache is cleared: a masked key has weight 0, and 0 times what a job left that had diverged is not 0.
         """
         self._flat[lane].copy_(flat_1P[0])
         rows = slice(lane * self.num_rows, (lane + 1) * self.num_rows)
+        width = self._lane_width[lane] = min(_rounded(longest, _WIDTH_STEP), self.max_len)
+        seen = self.max_len if self.plan.together else width  # neighbours may be longer
         for buffer in (*self._cache.keys, *self._cache.values):
-            buffer[rows].zero_()
+            buffer[rows, :, :seen].zero_()
         self._state[:, rows] = 0
         self.length[rows], self.active[rows], self._greedy[rows] = 0, False, False
-        self._lane_width[lane] = min(_rounded(max_total_tokens, _WIDTH_STEP), self.max_len)
 
     def free(self, lane: int) -> None:
         """Put a lane's rows to sleep for good."""

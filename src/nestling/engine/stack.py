@@ -7,6 +7,7 @@ A job's fault ends that job alone. Not safe for several threads; one process own
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -173,7 +174,9 @@ class Stack:
         self.device = torch.device(device)
         self._model = load_model(base_folder, self.device)
         self._base_hash = self._model.weights.content_hash()
-        self._shape, self._clock = shape, clock
+        self._shape = shape
+        # On a CPU other programs' time is not a job's.
+        self._now_s = time.process_time if self.device.type == "cpu" else clock.monotonic
         lanes = shape.fitting(budget)
         plan = lane_plan or plan_for(self.device)
         together = self.device.type == "cuda"
@@ -253,7 +256,7 @@ class Stack:
         self._guarded(job, lambda owner: self._save(owner, folder))
 
     def busy_s(self, job: int) -> float:
-        """Seconds of the device that the job has used: its share of every launch it was part of."""
+        """Seconds of the device (on a CPU: of the processor) that the job has used: its share of its launches."""
         owner = self._jobs.get(job)
         return 0.0 if owner is None else owner.busy_s
 
@@ -302,7 +305,7 @@ class Stack:
             started.append(seat)
         for seat in started:
             weights = seat.job.weights if seat.job.trained is None else seat.job.trained.merged()
-            self._decoder.load(seat.lane, weights.flat, self._shape.max_len)
+            self._decoder.load(seat.lane, weights.flat, seat.play.width)
         self._fill(started)
 
     def _apply_answers(self) -> None:
@@ -343,7 +346,7 @@ class Stack:
         lanes = self._lanes_to_step()
         if not lanes:
             return
-        started_s = self._clock.monotonic()
+        started_s = self._now_s()
         self._on_device(lambda: self._decoder.launch(lanes))
         while meanwhile is not None and not self._decoder.is_done():
             meanwhile()
@@ -382,7 +385,7 @@ class Stack:
 
     def _train_some(self, jobs: Sequence[_Job]) -> None:
         """One step of each; when memory runs out, of half of them at a time."""
-        started_s = self._clock.monotonic()
+        started_s = self._now_s()
         try:
             results = train_jobs(
                 [job.trained for job in jobs if job.trained is not None],
@@ -540,7 +543,7 @@ class Stack:
         return bool(self._queue) and len(self._seats) < self.num_lanes
 
     def _charge(self, jobs: Sequence[_Job], started_s: float) -> None:
-        share_s = (self._clock.monotonic() - started_s) / max(len(jobs), 1)
+        share_s = (self._now_s() - started_s) / max(len(jobs), 1)
         for job in jobs:
             job.busy_s += share_s
 

@@ -100,6 +100,11 @@ class LanePlay:
         return self._left == 0
 
     @property
+    def width(self) -> int:
+        """Tokens of the longest row that may come."""
+        return self._ids.shape[1]
+
+    @property
     def num_asked(self) -> int:
         """Turns that wait for an answer."""
         return int(self._asked.sum())

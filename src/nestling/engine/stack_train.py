@@ -39,6 +39,7 @@ __all__ = [
     "TilePlan",
     "Update",
     "is_out_of_memory",
+    "launch_gradients",
     "train_jobs",
 ]
 
@@ -109,8 +110,9 @@ class StackedJob:
         matrices = projection_matrices(self.model) if lora is None else lora.matrices()
         self._optimizer = Optimizer(settings.optim, self.flat, matrices)
         share = 0.0 if settings.lora is None else settings.lora.dropout
-        generator = torch.Generator(device).manual_seed(settings.seed)
-        self.dropout = Dropout(share, generator) if share > 0 else None
+        self.dropout: Dropout | None = None
+        if share > 0:
+            self.dropout = Dropout(share, torch.Generator(device).manual_seed(settings.seed))
         self._count = 0
 
     def merged(self) -> Weights:
@@ -154,7 +156,8 @@ def train_jobs(
     found: dict[int, tuple[LossStats, Tensor]] = {}
     for group in _groups(jobs, plan):
         chosen = [jobs[i] for i in group]
-        stats, grad = _gradients(chosen, [updates[i] for i in group], plan, dtype)
+        grad, totals, counts = launch_gradients(chosen, [updates[i] for i in group], plan, dtype)
+        stats = totals.stats([rows for rows, _ in counts], [float(tokens) for _, tokens in counts])
         for k, i in enumerate(group):
             found[i] = (stats[k], grad[k : k + 1])
     return [
@@ -195,10 +198,13 @@ def _groups(jobs: Sequence[StackedJob], plan: TilePlan) -> list[list[int]]:
     ]
 
 
-def _gradients(
+def launch_gradients(
     jobs: Sequence[StackedJob], updates: Sequence[Update], plan: TilePlan, dtype: torch.dtype | None
-) -> tuple[list[LossStats], Tensor]:
-    """Statistics and gradient [J, P] of the mean loss per action token."""
+) -> tuple[Tensor, LossTotals, list[tuple[int, int]]]:
+    """Gradient [J, P] of the mean loss per action token, its sums, and per job the rows and action tokens.
+
+    Everything is enqueued on the jobs' device; nothing waits for it.
+    """
     device = jobs[0].flat.device
     # A single job's tensors are used where they are: no copy, and the numbers of a lone trainer.
     flat = jobs[0].flat if len(jobs) == 1 else torch.cat([job.flat for job in jobs])
@@ -208,7 +214,8 @@ def _gradients(
     action = [
         _spans(u.rows, rows) & u.rows.sampled[rows] for u, rows in zip(updates, kept, strict=True)
     ]
-    tokens = torch.tensor([float(one.sum()) for one in action], device=device)
+    counts = [(len(rows), int(one.sum())) for rows, one in zip(kept, action, strict=True)]
+    tokens = torch.tensor([float(count) for _, count in counts], device=device)
     ce_tokens = torch.tensor(
         [float((ce[rows] > 0).sum()) for ce, rows in zip(weights, kept, strict=True)], device=device
     )
@@ -232,7 +239,7 @@ def _gradients(
         ce_loss = -(batch.ce * logp).sum(1) / ce_tokens[where].clamp(min=1)
         bound.accumulate(policy.sum() + ce_loss.sum())
         totals.add(batch, logp.detach(), dropped, policy.detach(), ce_loss.detach(), None, where)
-    return totals.stats([len(rows) for rows in kept], tokens.tolist()), bound.grad
+    return bound.grad, totals, counts
 
 
 class _Bound:

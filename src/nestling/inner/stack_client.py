@@ -5,6 +5,8 @@ Joining may wait, for room. While the device computes, the caller's own work (to
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from nestling.core.errors import ConfigError, JobFailedError, LearnerError
 from nestling.engine.decoder import row_uniforms
@@ -104,8 +107,8 @@ class StackJob:
         self._check = check
         self._received = bytearray()
         self._messages: list[wire.ToStack | wire.FromStack] = []
-        self.busy_s = 0.0
-        """Seconds of the device that this job has used so far."""
+        self._busy_s = 0.0
+        self._is_below_us = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.settimeout(_LOOK_S)
@@ -117,10 +120,22 @@ class StackJob:
                 "expected it to run beside the workers; its log says why it ended"
             ) from error
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the device that this job has used so far; 0 of a process below this one.
+
+        What descends from this process is counted by `inner.cpu_time` already.
+        """
+        return 0.0 if self._is_below_us else self._busy_s
+
     def room(self, base: str) -> wire.Room:
         """How much room the device has for a job on `base`."""
         self._send(wire.AskRoom(base=base))
-        return self._receive(wire.Room)
+        room = self._receive(wire.Room)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            above = psutil.Process(room.process_id).parents()
+            self._is_below_us = os.getpid() in [process.pid for process in above]
+        return room
 
     def join(self, message: wire.Join | wire.JoinWeights) -> None:
         """Wait for a place."""
@@ -153,7 +168,7 @@ class StackJob:
         while True:
             message = self._next()
             if isinstance(message, wire.Finished):
-                self.busy_s = message.busy_s
+                self._busy_s = message.busy_s
                 return _rollouts(message)
             if not isinstance(message, wire.TurnsEnded):
                 raise _unexpected(message)
@@ -178,7 +193,7 @@ class StackJob:
             )
         )
         reply = self._receive(wire.Trained)
-        self.busy_s = reply.busy_s
+        self._busy_s = reply.busy_s
         return reply.loss, reply.step
 
     def supervise(self, rows: Sequence[TrainRow], lr: float) -> tuple[LossStats, StepStats]:
@@ -198,14 +213,14 @@ class StackJob:
             )
         )
         reply = self._receive(wire.Trained)
-        self.busy_s = reply.busy_s
+        self._busy_s = reply.busy_s
         return reply.loss, reply.step
 
     def save(self, folder: str) -> wire.Saved:
         """Have the trained model written."""
         self._send(wire.Save(folder=folder))
         reply = self._receive(wire.Saved)
-        self.busy_s = reply.busy_s
+        self._busy_s = reply.busy_s
         return reply
 
     def close(self) -> None:

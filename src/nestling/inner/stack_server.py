@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import selectors
 import socket
 from collections.abc import Mapping
@@ -259,6 +260,7 @@ def _room(client: _Client, stack: Stack | None, fingerprint: str) -> wire.Room:
         num_jobs=stack.num_jobs if stack else 0,
         num_lanes=stack.num_lanes if stack else 0,
         asker=client.job,
+        process_id=os.getpid(),
         fingerprint=fingerprint,
     )
 

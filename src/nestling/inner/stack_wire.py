@@ -136,6 +136,7 @@ class Room(_Message, frozen=True):
     """Jobs that are decoded at the same time; what the memory has room for, at most what was asked for."""
     asker: int
     """Number of this connection: tells apart those that ask at the same time."""
+    process_id: int
     fingerprint: str
     """Changes with whatever may change the numbers: device, precision, sizes."""
 
