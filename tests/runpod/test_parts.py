@@ -18,7 +18,6 @@ from nestling.fleet.pod_link import PodLink
 from nestling.fleet.pod_pins import drift, expected_pins, found_pins
 from nestling.fleet.pod_records import PodRecords
 from nestling.fleet.pod_wire import ChildGone, Outbox, Said
-from nestling.fleet.providers.runpod import pod_command
 from nestling.fleet.providers.runpod_api import Gpu, PodRequest, RunpodApi
 from nestling.fleet.providers.runpod_errors import (
     AccessError,
@@ -33,6 +32,7 @@ from nestling.fleet.providers.runpod_http import RunpodHttp
 from nestling.fleet.providers.runpod_ladder import Ladder
 from nestling.fleet.providers.runpod_limits import RateLimits
 from nestling.fleet.providers.runpod_open import open_api
+from nestling.fleet.providers.runpod_request import pod_command
 from nestling.fleet.simulate_runpod import simulated_account
 from nestling.fleet.simulate_runpod_script import Script
 from nestling.store import GroupCommit, RunStore

@@ -171,7 +171,7 @@ async def _up(config: RunConfig, folder: Path, number: int) -> float:
     async with open_pods(config, folder) as provider:
         await provider.sweep()
         await provider.wait_for_pods(number)
-        return provider.keeper.burn_usd_per_hour()
+        return provider.keeper.maker.burn_usd_per_hour()
 
 
 async def _ls(api_url: str, prefix: str) -> list[PodLine]:

@@ -9,80 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-
-import msgspec
 
 from nestling.core.clock import Clock
 from nestling.core.errors import FleetError
 from nestling.core.rundir import ArtifactStore
-from nestling.fleet.messages import FromWorker, Stop, ToWorker, Work
 from nestling.fleet.pod_channel import PodChannel, TooEarlyError
 from nestling.fleet.pod_config import RunpodFleet
-from nestling.fleet.pod_identity import PodIdentity
 from nestling.fleet.pod_link import PodLink
 from nestling.fleet.pod_records import PodRecord, PodRecords
-from nestling.fleet.pod_wire import WorkSpec
-from nestling.fleet.pod_worker import BOOT_KEY_VARIABLE, BOOT_VARIABLE, Boot
-from nestling.fleet.providers.runpod_api import PodRequest, RunpodApi
+from nestling.fleet.providers.runpod_api import RunpodApi
 from nestling.fleet.providers.runpod_errors import AccessError, RunpodError
 from nestling.fleet.providers.runpod_keeper import PodKeeper
-from nestling.fleet.providers.runpod_ladder import Ladder, Step
+from nestling.fleet.providers.runpod_ladder import Ladder
+from nestling.fleet.providers.runpod_node import PodNode
+from nestling.fleet.providers.runpod_request import PodRun, pod_request
 
-__all__ = ["PodNode", "RunpodProvider", "pod_command"]
+__all__ = ["RunpodProvider"]
 
 _log = logging.getLogger(__name__)
 
-_ARTIFACT_KEYS = ("bundle",)
 _CLOSE_S = 25.0
 _MAX_RESTARTS = 2
 """Of a pod's worker process without a job done; then the machine is to blame."""
-
-
-class PodNode:
-    """One life of the worker process of one pod."""
-
-    def __init__(self, name: str, link: PodLink, machine: str) -> None:
-        self.name = name
-        self.machine = machine
-        """What it really is, for its price: one of the ladder."""
-        self.link = link
-        self.is_told_to_stop = False
-        self._generation = link.generation
-
-    async def send(self, message: ToWorker) -> None:
-        """Hand a message over; `FleetError` when the worker is gone."""
-        self._check()
-        if isinstance(message, Work):
-            values = (message.payload.get(key) for key in _ARTIFACT_KEYS)
-            self.link.artifacts.update(value for value in values if isinstance(value, str))
-        self.is_told_to_stop |= isinstance(message, Stop)
-        self.link.tell(message)
-
-    async def receive(self) -> FromWorker:
-        """The next message; `FleetError` when the worker is gone. Cancelling loses nothing."""
-        self._check()
-        return await self.link.receive()
-
-    async def last_words(self) -> str:
-        """What is known of its end."""
-        return self.link.words
-
-    def _check(self) -> None:
-        if self.link.generation != self._generation:
-            raise FleetError(f"worker {self.name} was replaced on its pod")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PodRun:
-    """What ties pods to one run."""
-
-    run_id: str
-    identity: PodIdentity
-    spec: WorkSpec
-    pins: Mapping[str, str]
 
 
 class RunpodProvider:
@@ -119,7 +69,7 @@ class RunpodProvider:
             config=config,
             prefix=f"{config.pool}-{run.run_id}-",
             clock=clock,
-            request=self._request,
+            request=lambda name, step: pod_request(name, step, config, run),
             heard_s=self._heard_s,
             lost=self._lost,
         )
@@ -158,7 +108,9 @@ class RunpodProvider:
             await serving
         self.port = is_open.result()
         try:
-            await self._api.keep_secret(self.secret_name, self._run.identity.boot_secret)
+            await self._api.keep_secret(
+                self._run.secret_name(self._config.pool), self._run.identity.boot_secret
+            )
         except RunpodError as error:
             await self.detach()
             hint = (
@@ -169,11 +121,6 @@ class RunpodProvider:
             ) from error
         self._tasks = (serving, asyncio.ensure_future(self._tick()))
 
-    @property
-    def secret_name(self) -> str:
-        """Of the account secret that holds the boot key of this run."""
-        return f"{self._config.pool}_{self._run.run_id}"
-
     async def launch(self, name: str) -> PodNode:
         """A worker on a pod that waits for one, or on a new pod; waits for it to boot."""
         node = self._nodes.get(name)
@@ -182,7 +129,7 @@ class RunpodProvider:
         await self.start()
         await self.terminate(name)
         while True:
-            pod = self._spare() or await self.keeper.obtain(self._bound)
+            pod = self._spare() or await self.keeper.maker.obtain(self._bound)
             self._bound.add(pod.name)
             self._free_since_s.pop(pod.name, None)
             try:
@@ -235,7 +182,7 @@ class RunpodProvider:
             left = await self.keeper.close(_CLOSE_S)
             if not left:
                 with suppress(RunpodError):
-                    await self._api.drop_secrets(self.secret_name)
+                    await self._api.drop_secrets(self._run.secret_name(self._config.pool))
         finally:
             await self.detach()
         if left:
@@ -321,7 +268,7 @@ class RunpodProvider:
         if record is None or record.state == "ending":
             return "not wanted"
         if drifted:
-            self.keeper.failure = FleetError(
+            self.keeper.maker.failure = FleetError(
                 f"what is installed in the pods is not what this controller runs: "
                 f"{'; '.join(drifted)}; build the image from this very version, or correct fleet.pins"
             )
@@ -359,38 +306,3 @@ class RunpodProvider:
         silent_s = self._clock.monotonic() - link.heard_s
         is_spent = link.num_done == 0 and link.num_restarts >= _MAX_RESTARTS
         return silent_s < self._config.heartbeat_s / 2 and not link.is_leaving and not is_spent
-
-    def _request(self, name: str, step: Step) -> PodRequest:
-        config = self._config
-        boot = Boot(
-            name=name,
-            address=config.address,
-            certificate=self._run.identity.certificate,
-            api_url=config.api_url,
-            pins=sorted(self._run.pins),
-            lost_controller_s=config.lost_controller_s,
-        )
-        return PodRequest(
-            name=name,
-            image=config.image,
-            gpu_id=step.gpu_id,
-            gpu_count=step.rung.count,
-            cloud=step.rung.cloud,
-            data_centers=step.rung.data_centers,
-            min_cuda_version=step.rung.min_cuda_version,
-            disk_gb=config.disk_gb,
-            env={
-                BOOT_VARIABLE: msgspec.json.encode(boot).decode(),
-                BOOT_KEY_VARIABLE: f"{{{{ RUNPOD_SECRET_{self.secret_name} }}}}",
-            },
-            command=pod_command(config.install),
-        )
-
-
-def pod_command(install: Sequence[str]) -> list[str]:
-    """What the container runs: the pinned requirements first, if any, then the worker."""
-    worker = "exec python -m nestling.fleet.pod_worker"
-    if not install:
-        return ["bash", "-c", worker]
-    wanted = " ".join(f"'{requirement}'" for requirement in install)
-    return ["bash", "-c", f"python -m pip install --no-input {wanted} && {worker}"]

@@ -20,10 +20,11 @@ from nestling.fleet.pod_identity import PodIdentity
 from nestling.fleet.pod_pins import expected_pins
 from nestling.fleet.pod_records import PodRecords
 from nestling.fleet.pod_wire import PodLimits, WorkSpec
-from nestling.fleet.providers.runpod import PodRun, RunpodProvider
+from nestling.fleet.providers.runpod import RunpodProvider
 from nestling.fleet.providers.runpod_api import RunpodApi
 from nestling.fleet.providers.runpod_http import RunpodHttp
 from nestling.fleet.providers.runpod_ladder import Ladder
+from nestling.fleet.providers.runpod_request import PodRun
 from nestling.store import GroupCommit
 
 __all__ = ["KEY_VARIABLE", "PodWork", "open_api", "open_provider"]

@@ -1,0 +1,67 @@
+"""What a pod of a run is asked to be: image, command, and an environment without a secret in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from nestling.fleet.pod_boot import BOOT_KEY_VARIABLE, BOOT_VARIABLE, Boot
+from nestling.fleet.pod_config import RunpodFleet
+from nestling.fleet.pod_identity import PodIdentity
+from nestling.fleet.pod_wire import WorkSpec
+from nestling.fleet.providers.runpod_api import PodRequest
+from nestling.fleet.providers.runpod_ladder import Step
+
+__all__ = ["PodRun", "pod_command", "pod_request"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodRun:
+    """What ties pods to one run."""
+
+    run_id: str
+    identity: PodIdentity
+    spec: WorkSpec
+    pins: Mapping[str, str]
+
+    def secret_name(self, pool: str) -> str:
+        """Of the account secret that holds the boot key of this run."""
+        return f"{pool}_{self.run_id}"
+
+
+def pod_request(name: str, step: Step, config: RunpodFleet, run: PodRun) -> PodRequest:
+    """The request for one pod. Anybody with the account's key can read its environment."""
+    boot = Boot(
+        name=name,
+        address=config.address,
+        certificate=run.identity.certificate,
+        api_url=config.api_url,
+        pins=sorted(run.pins),
+        lost_controller_s=config.lost_controller_s,
+    )
+    return PodRequest(
+        name=name,
+        image=config.image,
+        gpu_id=step.gpu_id,
+        gpu_count=step.rung.count,
+        cloud=step.rung.cloud,
+        data_centers=step.rung.data_centers,
+        min_cuda_version=step.rung.min_cuda_version,
+        disk_gb=config.disk_gb,
+        env={
+            BOOT_VARIABLE: msgspec.json.encode(boot).decode(),
+            BOOT_KEY_VARIABLE: f"{{{{ RUNPOD_SECRET_{run.secret_name(config.pool)} }}}}",
+        },
+        command=pod_command(config.install),
+    )
+
+
+def pod_command(install: Sequence[str]) -> list[str]:
+    """What the container runs: the pinned requirements first, if any, then the worker."""
+    worker = "exec python -m nestling.fleet.pod_worker"
+    if not install:
+        return ["bash", "-c", worker]
+    wanted = " ".join(f"'{requirement}'" for requirement in install)
+    return ["bash", "-c", f"python -m pip install --no-input {wanted} && {worker}"]
