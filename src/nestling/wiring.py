@@ -93,6 +93,7 @@ __all__ = [
     "plan_run",
     "play_cookbook",
     "play_run",
+    "refuse_distant_stacks",
     "running_stacks",
 ]
 
@@ -361,13 +362,14 @@ async def open_fleet(
     config: RunConfig, run: RunDir, writer: GroupCommit
 ) -> AsyncIterator[FleetRunner]:
     """The run's workers and a job runner over them."""
-    _refuse_distant_stacks(config)
+    refuse_distant_stacks(config)
     with running_stacks(config, run.root / "logs") as stacks:
         async with _open_fleet(config, run, writer, stacks) as fleet:
             yield fleet
 
 
-def _refuse_distant_stacks(config: RunConfig) -> None:
+def refuse_distant_stacks(config: RunConfig) -> None:
+    """ConfigError when the workers of a stacked recipe would be on other machines."""
     if config.inner.trainer == "stacked" and config.fleet.kind != "local":
         raise ConfigError(
             f"inner.trainer = 'stacked' with fleet.kind = {config.fleet.kind!r}; expected fleet.kind = "
