@@ -201,20 +201,22 @@ def _figure(row: dict[str, Any]) -> float | None:
 def _ratios(runs: Rows) -> dict[str, float]:
     """Ours over theirs in seconds: below 1 is faster."""
     found: dict[str, float] = {}
-    for part, name in (("decode", "gpu_decode_vs_hf"), ("grpo", "gpu_grpo_vs_transformers")):
-        for row in [one for one in runs if one["part"] == part and one["by"] != "transformers"]:
-            peers = [
-                one["median_s"]
-                for one in runs
-                if one["part"] == part
-                and one["by"] == "transformers"
-                and one["shape"] == row["shape"]
-                and one.get("work") == row.get("work")
-            ]
-            if peers:
-                work = f"_{row['work']}" if "work" in row else ""
-                key = f"{name}_{row['shape']}{work}_{row['by']}".replace(" ", "_")
-                found[key] = round(row["median_s"] / peers[0], 5)
+    named = (
+        ("decode", "transformers", "gpu_decode_vs_hf"),
+        ("grpo", "transformers", "gpu_grpo_vs_transformers"),
+        ("grpo", "trl", "gpu_grpo_vs_trl"),
+    )
+    for part, peer, name in named:
+        rows = [row for row in runs if row["part"] == part]
+        theirs = {
+            (row["shape"], row.get("work")): row["median_s"] for row in rows if row["by"] == peer
+        }
+        for row in rows:
+            key = (row["shape"], row.get("work"))
+            if row["by"] in ("transformers", "trl") or key not in theirs:
+                continue
+            words = [name, *(str(word) for word in key if word), str(row["by"]).split()[-1]]
+            found["_".join(words)] = round(row["median_s"] / theirs[key], 5)
     one = [row["jobs_per_s"] for row in runs if row["part"] == "devices" and row["devices"] == 1]
     two = [row["jobs_per_s"] for row in runs if row["part"] == "devices" and row["devices"] == 2]
     if one and two:

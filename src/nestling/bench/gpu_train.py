@@ -11,9 +11,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from nestling.bench.engine_work import Work, Workload
 from nestling.bench.gpu_decode import timed
 from nestling.bench.gpu_shapes import Sizes, folder_of
-from nestling.bench.peers import has_transformers
+from nestling.bench.peers import has_transformers, has_trl, trl_grpo
 from nestling.core.clock import SystemClock
 from nestling.engine.decoder import row_uniforms
 from nestling.engine.device import free_bytes, set_precision
@@ -23,6 +24,7 @@ from nestling.engine.stack import Failed, Finished, Joined, Stack, Trained, Trai
 from nestling.engine.stack_plan import Precision, StackShape, shape_table
 from nestling.engine.stack_play import Play
 from nestling.engine.stack_train import JobSettings
+from nestling.families.bases import names
 
 __all__ = ["agreement", "grpo", "memory", "stacked"]
 
@@ -42,6 +44,9 @@ def grpo(shape: str, device: str, sizes: Sizes) -> list[dict[str, Any]]:
             peer = _PlainStep(folder, device, sizes)
             seconds = timed(peer.step, device, sizes.peer_runs)
             found.append(_step_row(shape, "transformers", 1, seconds))
+            del peer
+        if has_trl() and shape in names():
+            found.append(_step_row(shape, "trl", 1, _trl_seconds(folder, device, sizes)))
     return found
 
 
@@ -93,6 +98,20 @@ def memory(shape: str, device: str, sizes: Sizes) -> list[dict[str, Any]]:
     return found
 
 
+def _trl_seconds(folder: Path, device: str, sizes: Sizes) -> list[float]:
+    """Wall seconds of TRL's steps in float32, ours in turn with them."""
+    work = Work(
+        rows=sizes.rollouts,
+        prompt_tokens=sizes.prompt_tokens,
+        new_tokens=sizes.new_tokens,
+        group_size=sizes.group_size,
+    )
+    ours = _Jobs(folder, device, sizes, "float32", jobs=1, turns=1)
+    ours.join()
+    theirs, _ = trl_grpo(Workload(folder, work), sizes.peer_runs, ours.step, device=device)
+    return [one.wall for one in theirs]
+
+
 class _Jobs:
     """Jobs of one stack that play and train in step with one another, all tools in this process."""
 
@@ -132,22 +151,27 @@ class _Jobs:
 
     def steps(self, count: int | None = None) -> list[float]:
         """Wall seconds of each step, all jobs together; a first step is not counted."""
+        self.join()
+        seconds = []
+        for _ in range((count or self._sizes.steps) + 1):
+            if self._device.startswith("cuda"):
+                torch.cuda.synchronize(self._device)
+            started = time.perf_counter()
+            self.step()
+            seconds.append(time.perf_counter() - started)
+        return seconds[1:]
+
+    def join(self) -> None:
+        """Have every job take its place."""
         settings = JobSettings(loss=Dppo(), optim=AdamW(lr=1e-5))
         for job in range(self._count):
             self._stack.join(job, settings)
         joined = 0
         while joined < self._count:
             joined += sum(isinstance(event, Joined) for event in self._stack.advance())
-        seconds = []
-        for _ in range((count or self._sizes.steps) + 1):
-            if self._device.startswith("cuda"):
-                torch.cuda.synchronize(self._device)
-            started = time.perf_counter()
-            self._step()
-            seconds.append(time.perf_counter() - started)
-        return seconds[1:]
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """One GRPO step of every job."""
         wanted = len(self.trained) + self._count
         for job in range(self._count):
             self._stack.play(job, self._play(job))

@@ -107,7 +107,7 @@ class TransformersPeer:
 
 
 def trl_grpo(
-    workload: Workload, runs: int, ours: Callable[[], object]
+    workload: Workload, runs: int, ours: Callable[[], object], *, device: str = "cpu"
 ) -> tuple[list[Seconds], list[Seconds]]:
     """`runs` steps of TRL's GRPOTrainer, and as many of ours, one after each of them.
 
@@ -147,6 +147,7 @@ def trl_grpo(
             group_size=work.group_size,
             completion_tokens=work.new_tokens,
             steps=runs + 1,
+            device=device,
             generation_kwargs={"min_new_tokens": work.new_tokens},
         )
         trainer = trl.GRPOTrainer(
@@ -169,9 +170,10 @@ def grpo_config(
     group_size: int,
     completion_tokens: int,
     steps: int,
+    device: str = "cpu",
     **more: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """TRL's settings for one batch of `rows` per step on the CPU, at temperature 1 and in float32."""
+    """TRL's settings for one batch of `rows` per step, at temperature 1 and in float32."""
     return trl.GRPOConfig(
         output_dir=folder,
         per_device_train_batch_size=rows,
@@ -182,7 +184,7 @@ def grpo_config(
         beta=0.0,
         temperature=1.0,
         top_k=0,
-        use_cpu=True,
+        use_cpu=device == "cpu",
         bf16=False,
         gradient_checkpointing=False,
         report_to=[],
