@@ -152,6 +152,6 @@ def test_the_page_explains_no_code_that_is_gone() -> None:
 def test_the_collector_sees_every_way_a_code_is_written() -> None:
     assert codes().keys() >= {
         "schema.unknown_key", "static.dunder", "env.deadline", "jail.start", "budget.refused",
-        "train.timeout", "rubric.order", "rows.none", "tools.none", "reward.divergence", "no_call",
+        "train.timeout", "rubric.order", "rows.empty", "tools.none", "reward.divergence", "no_call",
         "memory.over_share", "lost",
     }  # fmt: skip
