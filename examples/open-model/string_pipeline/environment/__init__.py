@@ -1,0 +1,3 @@
+from environment.taskset import Taskset
+
+__all__ = ["Taskset"]
