@@ -128,10 +128,16 @@ class StackShape:
         """Jobs whose gradients are computed together: as many as keep the copies below a tenth of the budget."""
         return max(1, min(64, budget // 10 // (16 * num_parameters(self.config))))
 
+    def step_bytes(self, lanes: int) -> int:
+        """Peak of one decode step: float32 logits through sampling, and attention scores of one layer."""
+        scores = 3 * self.config.num_heads * self.max_len
+        return 4 * lanes * self.num_rows * (5 * self.config.vocab_size + scores)
+
     def fixed_bytes(self, lanes: int, budget: int) -> int:
-        """What a stack holds without any job: base, lanes and the peak of a training launch."""
+        """What a stack holds without any job: base, lanes, and the peak of a decode step or a training launch."""
         launch = self.launch_bytes(min(lanes, self.launch_jobs(budget)))
-        return 4 * num_parameters(self.config) + lanes * self.lane_bytes() + launch
+        peak = max(launch, self.step_bytes(lanes))  # the two take turns
+        return 4 * num_parameters(self.config) + lanes * self.lane_bytes() + peak
 
     def total_bytes(self, lanes: int, budget: int) -> int:
         """With a job on every lane that trains all weights by AdamW."""
@@ -169,6 +175,7 @@ def shape_table(shape: StackShape, budget: int) -> dict[str, int]:
         "lane": shape.lane_bytes(),
         "job_adamw": shape.job_bytes("adamw"),
         "launch": shape.launch_bytes(jobs),
+        "step": shape.step_bytes(shape.num_lanes),
         "tile_tokens": shape.tile_tokens,
         "total": shape.total_bytes(shape.num_lanes, budget),
     }
