@@ -197,7 +197,10 @@ def save_adapter(
 def load_adapter(
     folder: Path | str, config: ModelConfig, device: str | torch.device = "cpu"
 ) -> LoraWeights:
-    """Read a PEFT folder for a model of this shape (J = 1); ModelError says what does not fit."""
+    """Read a PEFT folder for a model of this shape (J = 1); ModelError says what does not fit.
+
+    Names may lack PEFT's prefix, as those that prime-rl writes do.
+    """
     root = Path(folder)
     path = root / "adapter_model.safetensors"
     try:
@@ -208,21 +211,23 @@ def load_adapter(
             dropout=raw.get("lora_dropout", 0.0),
             target_modules=tuple(sorted(raw["target_modules"], key=_MODULES.index)),
         )
-        tensors = load_file(path)
+        tensors = {name.removeprefix(_PREFIX): one for name, one in load_file(path).items()}
     except (OSError, ValueError, KeyError, TypeError, ValidationError, SafetensorError) as error:
         raise ModelError(f"{root} is not a LoRA adapter this model can take: {error}") from error
     adapter = LoraWeights(config, lora, torch.zeros(1, _pairs(config, lora)[1]))
     views = adapter.views()
-    names = {name.removeprefix(_PREFIX) for name in tensors}
-    if names != set(views):
-        odd = sorted(names ^ set(views))[0]
+    if set(tensors) != set(views):
+        odd = sorted(set(tensors) ^ set(views))[0]
         raise ModelError(f"{path}: {odd} is missing or not expected for this model and config")
     for name, view in views.items():
-        tensor = tensors[_PREFIX + name]
-        if tensor.shape != view.shape[1:] or not bool(torch.isfinite(tensor).all()):
+        tensor = tensors[name]
+        if tensor.shape != view.shape[1:]:
             raise ModelError(
-                f"{path}: {name} has shape {list(tensor.shape)} or is not finite; "
-                f"expected finite {list(view.shape[1:])}"
+                f"{path}: {name} has shape {list(tensor.shape)}; expected {list(view.shape[1:])}"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise ModelError(
+                f"{path}: {name} holds NaN or infinity; the training run has diverged"
             )
         view[0].copy_(tensor)
     adapter.flat = adapter.flat.to(device)

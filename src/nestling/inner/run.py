@@ -29,7 +29,7 @@ from nestling.jobs.outcome import Outcome, OutcomeStatus, StepRecord
 __all__ = ["InnerContext", "run_job"]
 
 _TIMEOUTS: Final = frozenset(
-    {"train.timeout", "env.deadline", "scorer.timeout", "scorer.start_timeout"}
+    {"train.timeout", "train.hung", "env.deadline", "scorer.timeout", "scorer.start_timeout"}
 )
 _DELTA_NORM_TOLERANCE: Final = 1e-3
 """Relative; the trainer sums in float32, the scorer in float64."""
