@@ -73,7 +73,7 @@ def _boot_text(key: bytes) -> str:
 
 
 def test_warm_pods_are_never_idle_while_a_job_waits_and_are_gone_after(tmp_path: Path) -> None:
-    """`fleet up` with boots of two minutes, then a run: the promise of issue and docs."""
+    """`fleet up` with boots of two minutes, then a run: what docs/runpod.md promises."""
     done = rehearse(
         tmp_path,
         script(),
