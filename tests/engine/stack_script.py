@@ -28,7 +28,7 @@ from nestling.engine.stack_play import Play, Played
 from nestling.engine.stack_train import JobSettings, TilePlan
 
 PARAMS = SamplingParams(max_turn_tokens=9, max_total_tokens=60, max_turns=4)
-PROMPTS = [[5 + i % 7, 6, 7, 8, 9, 10][: 1 + i % 6] for i in range(14)]
+PROMPTS = [[5 + i % 7, 6, 7, 8, 9, 10][: 1 + i % 6] for i in range(9)]
 MIB = 2**20
 
 

@@ -96,6 +96,7 @@ def test_jobs_in_one_stack_get_what_each_gets_alone(train: Callable[..., TrainRe
     assert numbers(beside) == numbers(alone)
 
 
+@pytest.mark.slow
 def test_whole_job_is_trained_and_scored_in_the_stack_and_matches_the_embedded_one(
     stacks: Stacks,
     jail: Jail,
