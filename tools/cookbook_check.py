@@ -23,7 +23,7 @@ class Version:
 
 VERSIONS = {
     "0.5.2": Version(("tinker-cookbook==0.5.2", "tinker==0.24.1")),
-    "0.5.8": Version(("tinker-cookbook==0.5.8", "tinker==0.34.0")),
+    "0.5.8": Version(("tinker-cookbook==0.5.8", "tinker==0.38.0")),
     # 0.6.1 asks for a renderer package that indexes do not carry in that version and that its RL code
     # does not import; its other needs are those of 0.5.8.
     "0.6.1": Version(("tinker-cookbook==0.5.8",), ("tinker-cookbook==0.6.1", "tinker==0.38.0")),

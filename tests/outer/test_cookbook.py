@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
+import inspect
 
 import numpy as np
 import pytest
@@ -191,6 +193,28 @@ async def test_the_cookbooks_own_limit(check):
 
 async def test_two_turns_at_once_are_refused(check):
     assert (await rewards(check(m0={"twice": True})))[0] == FAULT_REWARD
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "args", "options"),
+    [
+        ("service", "create_lora_training_client", (), {"base_model": "m", "rank": 8, "seed": 0}),
+        ("service", "create_training_client_from_state_with_optimizer", ("path",), {}),
+        ("service", "create_sampling_client", (), {"model_path": "p", "base_model": None}),
+        ("service", "create_rest_client", (), {}),
+        ("training", "forward_backward", ([],), {"loss_fn": "ppo", "loss_fn_config": {}}),
+        ("training", "optim_step", ("adam",), {}),
+        ("training", "save_state", ("name",), {"ttl_seconds": 1}),
+        ("training", "save_weights_for_sampler", ("name",), {"ttl_seconds": 1}),
+        ("sampling", "sample", (), {"prompt": 0, "num_samples": 1, "sampling_params": 0}),
+        ("sampling", "compute_logprobs", ("prompt",), {}),
+        ("rest", "delete_checkpoint_from_tinker_path", ("path",), {}),
+    ],
+)
+def test_every_call_of_the_adapter_fits_this_sdk(owner, name, args, options):
+    module = importlib.import_module(f"tinker.lib.public_interfaces.{owner}_client")
+    call = getattr(getattr(module, f"{owner.capitalize()}Client"), name)
+    inspect.signature(call).bind("self", *args, **options)
 
 
 async def test_dataset_follows_our_plan(check):
