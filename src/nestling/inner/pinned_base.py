@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +45,16 @@ class PinnedBase:
         Raises:
             ModelError: when they are not those of a trained copy of this base.
         """
+        with self.checked_copy(folder) as private:
+            return load_model(private)
+
+    @contextmanager
+    def checked_copy(self, folder: Path) -> Iterator[Path]:
+        """The same as a folder of ours: the bytes that were checked, which nobody changes any more.
+
+        Raises:
+            ModelError: when they are not those of a trained copy of this base.
+        """
         weights = read_weights_file(folder, max_bytes=self._max_bytes)
         check_weights(weights, self._specs)
         with tempfile.TemporaryDirectory(prefix="nestling-scored-") as name:
@@ -51,7 +63,7 @@ class PinnedBase:
                 if path.is_file() and not _WEIGHTS.search(path.name):
                     shutil.copyfile(path, private / path.name)
             (private / WEIGHTS_FILE).write_bytes(weights)
-            return load_model(private)
+            yield private
 
     def delta_norm(self, model: Model) -> float:
         """Euclidean norm of `model` minus this base, in float64."""

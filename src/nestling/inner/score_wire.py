@@ -8,6 +8,7 @@ from pydantic import Field, TypeAdapter
 
 from nestling.core.frozen import Frozen
 from nestling.families.splits import HiddenSplit
+from nestling.inner.openai_config import OpenAiConfig
 
 __all__ = [
     "MAX_LINE_BYTES",
@@ -36,6 +37,8 @@ class Start(Frozen):
     """Where the scorer samples."""
     stacks: tuple[str, ...] = ()
     """Sockets of the stack processes that sample; none: the scorer samples itself."""
+    openai: OpenAiConfig | None = None
+    """A server that samples instead."""
 
 
 class ScoreRequest(Frozen):

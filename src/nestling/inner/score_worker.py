@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-from nestling.core.errors import ConfigError, ModelError
+from nestling.core.errors import ConfigError, JobFailedError, ModelError
 from nestling.families.splits import EvalSecret
 from nestling.inner.score_wire import (
     MAX_LINE_BYTES,
@@ -22,6 +23,9 @@ from nestling.inner.score_wire import (
     ScoreRequest,
     Start,
 )
+
+if TYPE_CHECKING:
+    from nestling.inner.scoring import Scoring
 
 __all__ = ["main"]
 
@@ -41,8 +45,18 @@ def main() -> None:
     from nestling.inner.scoring import Scoring  # takes seconds, so a wrong secret is told first
 
     folders = {name: Path(folder) for name, folder in start.bases.items()}
-    scoring = Scoring(secret, folders, start.stacks, device=start.device)
-    _send(replies, scoring.ready())
+    with closing(
+        Scoring(secret, folders, start.stacks, device=start.device, openai=start.openai)
+    ) as scoring:
+        _answer(scoring, requests, replies)
+
+
+def _answer(scoring: Scoring, requests: BinaryIO, replies: BinaryIO) -> None:
+    try:
+        _send(replies, scoring.ready())
+    except ConfigError as error:
+        _send(replies, Refused(reason="scorer.config", detail=str(error)))
+        return
     while line := requests.readline(MAX_LINE_BYTES):
         request = REQUEST.validate_json(line)
         if not isinstance(request, ScoreRequest):
@@ -53,6 +67,8 @@ def main() -> None:
             reply = Refused(reason="scorer.refused", detail=str(error)[:2000])
         except ConfigError as error:
             reply = Refused(reason="scorer.config", detail=str(error)[:2000])
+        except JobFailedError as error:
+            reply = Refused(reason=error.reason, detail=error.detail[:2000])
         _send(replies, reply)
 
 

@@ -23,6 +23,8 @@ from nestling.families import registry
 from nestling.families.hidden_taskset import hidden_taskset
 from nestling.families.item_play import EVAL_SAMPLING, EVAL_SAMPLING_OPEN, eval_sampling
 from nestling.families.splits import HIDDEN, EvalSecret, commitment, hidden_items
+from nestling.inner.openai_config import OpenAiConfig
+from nestling.inner.openai_serving import Serving
 from nestling.inner.pinned_base import PinnedBase
 from nestling.inner.score_wire import Ready, ScoreReply, ScoreRequest
 from nestling.inner.stack_client import Stacks
@@ -42,10 +44,12 @@ class Scoring:
         stacks: Sequence[str] = (),
         *,
         device: str = "cpu",
+        openai: OpenAiConfig | None = None,
     ) -> None:
-        """`stacks` are sockets of the stack processes that sample; without any, this process does."""
+        """Stack processes (by their sockets) or a server sample; without either, this process does."""
         self._secret = secret
         self._stacks = Stacks(sockets=tuple(stacks)) if stacks else None
+        self._serving = Serving(openai) if openai is not None else None
         self._folders = dict(bases)
         self._device = device
         self._base = functools.cache(self._load_base)
@@ -53,7 +57,10 @@ class Scoring:
     def ready(self) -> Ready:
         """What the parent may know."""
         return Ready(
-            fingerprint=_fingerprint("" if self._stacks is None else self._stacks.fingerprint()),
+            fingerprint=_fingerprint(
+                "" if self._stacks is None else self._stacks.fingerprint(),
+                "" if self._serving is None else self._serving.fingerprint(),
+            ),
             commitments={split: commitment(self._secret, split) for split in HIDDEN},
             cpu_s=time.process_time(),
         )
@@ -63,12 +70,13 @@ class Scoring:
 
         Raises:
             ModelError: the weights are not those of a trained copy of the base.
-            ConfigError: unknown base or family, or more items than there are.
+            ConfigError: unknown base or family, more items than there are, or no server program.
+            JobFailedError: `scorer.*`, of a server that samples.
         """
         cpu_start_s = time.process_time()
         base = self._base(request.base)
         model = base.load_trained(Path(request.model_folder))
-        correct, device_s = self._play(model, request)
+        correct, device_s = self._play(base, model, request)
         return ScoreReply(
             correct=correct,
             base_digest=base.digest,
@@ -77,13 +85,20 @@ class Scoring:
             cpu_s=time.process_time() - cpu_start_s + device_s,
         )
 
+    def close(self) -> None:
+        """End the server, if any."""
+        if self._serving is not None:
+            self._serving.close()
+
     def _load_base(self, name: str) -> PinnedBase:
         if name not in self._folders:
             raise ConfigError(f"no base model {name!r}; expected one of {sorted(self._folders)}")
         return PinnedBase(self._folders[name])
 
-    def _play(self, model: Model, request: ScoreRequest) -> tuple[tuple[bool, ...], float]:
-        """Which items were solved, and seconds spent in a stack."""
+    def _play(
+        self, base: PinnedBase, model: Model, request: ScoreRequest
+    ) -> tuple[tuple[bool, ...], float]:
+        """Which items were solved, and seconds spent in a stack or with a server."""
         family = registry.get(request.family)
         items = hidden_items(family, request.split, request.n, self._secret)
         seeds = [
@@ -93,7 +108,20 @@ class Scoring:
         host = VerifiersHost(hidden_taskset(family, items))
         device_s = 0.0
         try:
-            if self._stacks is None:
+            if self._serving is not None:
+                start_s = time.perf_counter()
+                rows = self._serving.play(
+                    base,
+                    request.base,
+                    Path(request.model_folder),
+                    model,
+                    host,
+                    seeds,
+                    eval_sampling(model.tokenizer),
+                )
+                rewards = [row.score.reward for row in rows]
+                device_s = time.perf_counter() - start_s
+            elif self._stacks is None:
                 placed = replace(model, weights=model.weights.to(self._device))
                 sampling = eval_sampling(model.tokenizer)
                 played = play_env(placed, host, range(request.n), seeds, sampling)
@@ -122,9 +150,10 @@ def _play_stacked(
         return [score.reward for score in responder.score(rollouts)], job.busy_s
 
 
-def _fingerprint(stacks: str) -> str:
-    """Settings, our own code, the libraries, the processor and the stacks: all that may change a score."""
+def _fingerprint(stacks: str, server: str) -> str:
+    """Settings, our own code, the libraries, the processor, and who samples: all that may change a score."""
     digest = hashlib.sha256(repr((EVAL_SAMPLING, EVAL_SAMPLING_OPEN)).encode() + stacks.encode())
+    digest.update(server.encode())
     package = Path(sys.modules["nestling"].__file__ or "").parent
     for part in ("core", "engine", "families", "jobs", "inner"):
         for path in sorted((package / part).rglob("*.py")):

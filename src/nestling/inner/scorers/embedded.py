@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final, TypeVar
 
@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from nestling.core.clock import Clock, SystemClock
 from nestling.core.errors import ConfigError, JobFailedError, NestlingError
 from nestling.families.splits import HiddenSplit
+from nestling.inner.openai_config import OpenAiConfig
 from nestling.inner.score_wire import (
     MAX_LINE_BYTES,
     REPLY,
@@ -35,8 +36,13 @@ __all__ = ["EmbeddedScorer"]
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply")
 
-_PASSED_ON: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH")
+_PASSED_ON: Final = (
+    "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_ORDER",
+)  # fmt: skip
 """All of the environment that the scorer sees; no key can be in it."""
+_OF_SERVERS: Final = ("CUDA_HOME", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT")
+"""What a server that the scorer starts may need besides; no key either."""
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -53,13 +59,18 @@ class EmbeddedScorer:
         start_wall_s: float = 120.0,
         score_wall_s: float = 120.0,
         clock: Clock | None = None,
+        openai: OpenAiConfig | None = None,
     ) -> None:
-        """`stacks`: sockets of stack processes, which sample in the scorer's stead."""
+        """`stacks`: sockets of stack processes, which sample in the scorer's stead; `openai`: a server that does."""
         self._start_message = Start(
             secret_path=str(secret_path.absolute()),
             bases={name: str(folder.absolute()) for name, folder in bases.items()},
             device=device,
             stacks=stacks,
+            openai=openai,
+        )
+        self._passed_on = (
+            _PASSED_ON if openai is None else (*_PASSED_ON, *_OF_SERVERS, openai.key_env)
         )
         self._start_wall_s = start_wall_s
         self._score_wall_s = score_wall_s
@@ -158,7 +169,7 @@ class EmbeddedScorer:
         if self._process is not None and self._process.popen.poll() is not None:
             self._stop()
         if self._process is None:
-            self._process = _Process(self._start_message)
+            self._process = _Process(self._start_message, self._passed_on)
         return self._process
 
     def _stop(self) -> None:
@@ -181,8 +192,8 @@ class _DiedError(Exception):
 class _Process:
     """One child process with its pipes."""
 
-    def __init__(self, start_message: Start) -> None:
-        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    def __init__(self, start_message: Start, passed_on: Sequence[str]) -> None:
+        environment = {name: os.environ[name] for name in passed_on if name in os.environ}
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in stop)
         # -P: the folder we happen to run in must not be able to replace a module.
         self.popen = subprocess.Popen(

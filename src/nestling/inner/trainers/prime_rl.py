@@ -18,13 +18,13 @@ from nestling.engine.checkpoint import Model, load_model, save_model
 from nestling.engine.lora import save_adapter
 from nestling.inner.course import MAX_ROWS, env_reason
 from nestling.inner.guarded_env import Deadline
+from nestling.inner.kept_process import KeptProcess
 from nestling.inner.prime_rl_config import PrimeRlConfig
 from nestling.inner.trainer import StepLog, TrainRequest, TrainResult
 from nestling.inner.trainers.prime_rl_faults import failure, known_cause, last_words
 from nestling.inner.trainers.prime_rl_folder import RunFolder
 from nestling.inner.trainers.prime_rl_metrics import MetricsReader
 from nestling.inner.trainers.prime_rl_process import (
-    RlProcess,
     find_program,
     program_environment,
     visible_gpus,
@@ -104,7 +104,7 @@ class PrimeRlTrainer:
         steps: list[StepRecord] = []
         stalled = self._step_limit()
         command = [str(program), "@", str(folder.toml)]
-        with RlProcess(command, environment, folder.root, folder.output) as process:
+        with KeptProcess(command, environment, folder.root, folder.output) as process:
             while (code := process.ended(config.poll_s)) is None:
                 if found := reader.read():
                     steps += _logged(found, log)

@@ -1,20 +1,16 @@
-"""One run of the `rl` program: its environment, its output, and its end with all it started."""
+"""How the `rl` program is started: where it is, what it sees of the environment, which GPUs it gets."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Final
 
 from nestling.core.errors import ConfigError
 
-__all__ = ["RlProcess", "find_program", "program_environment", "visible_gpus"]
+__all__ = ["find_program", "program_environment", "visible_gpus"]
 
 _PASSED_ON: Final = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_DEVICE_ORDER",
@@ -77,42 +73,3 @@ def program_environment(
         "PYTHONPATH": str(package),
         "CUDA_VISIBLE_DEVICES": gpus,
     }
-
-
-class RlProcess:
-    """A running `rl`; leaving the block ends it and everything below it, whatever happened."""
-
-    def __init__(
-        self, command: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path
-    ) -> None:
-        with output.open("wb") as file:
-            self._keeper = subprocess.Popen(  # noqa: S603 (the program of the recipe)
-                [sys.executable, "-I", "-m", "nestling.inner.trainers.prime_rl_keeper", *command],
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                env=dict(environment),
-                process_group=0,
-            )
-
-    def __enter__(self) -> RlProcess:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        assert self._keeper.stdin is not None
-        with suppress(BrokenPipeError):
-            self._keeper.stdin.close()
-        self._keeper.wait()
-
-    def ended(self, wait_s: float) -> int | None:
-        """Exit code of `rl` once all is over; None while it runs, after `wait_s` at most."""
-        try:
-            return self._keeper.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            return None

@@ -1,9 +1,9 @@
-"""Runs a program and leaves nothing of it behind.
+"""Runs a program and leaves nothing of it behind: `python -I -m nestling.inner.keeper COMMAND...`.
 
-`python -I -m nestling.inner.trainers.prime_rl_keeper COMMAND...`: prime-rl starts servers, which start workers, which run a job's own code. On Linux this process adopts whatever of that
-loses its parent (`PR_SET_CHILD_SUBREAPER`, prctl(2)), so sessions and double forks change nothing: when the program
-ends, or when standard input closes because whoever asked for it ended, all descendants are killed and reaped.
-The exit code is the program's; 128 + n for signal n.
+prime-rl and vLLM start servers, which start workers, and prime-rl's run a job's own code. On Linux this process adopts
+whatever of that loses its parent (`PR_SET_CHILD_SUBREAPER`, prctl(2)), so sessions and double forks change nothing:
+when the program ends, or when standard input closes because whoever asked for it ended, all descendants are killed
+and reaped. The exit code is the program's; 128 + n for signal n.
 """
 
 from __future__ import annotations
