@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 
@@ -273,7 +274,11 @@ async def test_a_worker_that_was_replaced_is_not_heard() -> None:
     with pytest.raises(FleetError, match="worker process ended"):
         await link.receive()
     assert link.words == "bang"
+    asking = asyncio.ensure_future(link.inbox(0, 5.0))
+    await asyncio.sleep(0)
+    assert link.is_parked  # a pod without a worker does not ask again and again
     link.restart()
+    assert len((await asking).items) == 1
     link.take(Outbox(first=3, items=[said(Done(token="t", result=1)), said(Ready(pid=2), 2)]))
     message = await link.receive()
     assert isinstance(message, Ready)

@@ -123,7 +123,7 @@ class PodLink:
         """Messages after a number; when there is none, waits for one, at most `wait_s`."""
         while self._waiting and self._waiting[0].seq <= after:
             self._waiting.popleft()
-        if not self._waiting and self._gone is None:
+        if not self._waiting:  # also when its worker is gone, or the pod would ask again at once
             self._more.clear()
             self.is_parked = True
             try:

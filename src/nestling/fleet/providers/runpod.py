@@ -257,6 +257,12 @@ class RunpodProvider:
             link = self.channel.links.get(name)
             if link is not None and link.gone is None:
                 return link
+            if link is not None and self._is_worth_keeping(link):
+                link.restart()  # its worker process died while nobody had it
+                return link
+            if link is not None:
+                await self.keeper.end(name, link.gone or "replaced")
+                return None
             news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.add(news)
             await news
