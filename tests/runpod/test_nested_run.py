@@ -166,7 +166,9 @@ def test_nested_loop_on_faulty_pods(environment: dict[str, str], tmp_path: Path)
     report = json.loads(rest.splitlines()[-1])
     print(report)
     assert report["pods_left"] == 0
-    assert report["pods_made"] >= 2 * GROUP_SIZE
+    assert (
+        report["pods_made"] > NUM_PODS // 2
+    )  # as many as jobs waited for, up to NUM_PODS at a time
     assert report["usd"] <= CAP_USD
     store = RunStore.open_reader(tmp_path / "run" / "run.db")
     [step] = step_reports(store)
