@@ -1,5 +1,5 @@
 # make run    sets everything up and runs the nested loop on this machine, then writes a report
-# make test   the same set-up, all checks, the test suite and the red team
+# make test   the same set-up, all checks, the documentation, the test suite and the red team
 # make test-slow  the long tests: chaos, fuzzing by the hundred thousand, real jobs, the dashboard in chromium
 # make check  lint, types, import contracts, spelling (no tests)
 # make docs   the documentation site, written to build/docs; any warning is an error
@@ -50,7 +50,7 @@ test-fast: setup
 test-slow: setup
 	$(BIN)/pytest -q -m "(slow or browser) and not gpu and not live and not parity"
 
-test: setup check
+test: setup check docs
 	$(BIN)/pytest -q -n auto --dist worksteal
 	$(BIN)/nestling redteam
 

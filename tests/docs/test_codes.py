@@ -94,6 +94,7 @@ def _pieces(value: ast.expr, arguments: list[str]) -> Iterator[str]:
                 yield f"<{arguments.index(name)}>"
 
 
+@cache
 def codes() -> dict[str, set[str]]:
     """Every code with the files that give it."""
     found = defaultdict(set)
