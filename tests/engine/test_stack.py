@@ -283,6 +283,37 @@ def test_memory_that_runs_out_in_a_step_costs_time_or_one_job(
         assert b.trained[0].step.grad_norm == pytest.approx(a.trained[0].step.grad_norm, rel=1e-3)
 
 
+@pytest.mark.parametrize("call", [1, 2], ids=["before a play", "while saving"])
+def test_memory_that_runs_out_between_steps_costs_one_job(
+    base: Path, script: Callable[..., Script], monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    merged, calls = StackedJob.merged, []
+
+    def small_device(job: StackedJob) -> Weights:
+        if job.settings.seed == 7:
+            calls.append(job)
+            if len(calls) == call:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+        return merged(job)
+
+    monkeypatch.setattr(StackedJob, "merged", small_device)
+    near = script(seed=0, rounds=1)
+    greedy = script(JobSettings(loss=Dppo(), optim=AdamW(lr=1e-3), seed=7), seed=1, rounds=1)
+    place = stack(base)
+    run(place, [near, greedy])
+    assert greedy.failed.reason == "stack.out_of_memory"
+    assert near.saved is not None
+    assert place.num_jobs == 0
+
+
+def test_folder_that_cannot_be_written_is_an_error_of_the_system(
+    base: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(OSError, match=r"model\.safetensors cannot be written"):
+        save_model(tmp_path, load_model(base))
+
+
 def test_weights_that_are_only_played_need_no_training(
     base: Path, script: Callable[..., Script]
 ) -> None:

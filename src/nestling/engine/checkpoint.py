@@ -104,7 +104,7 @@ def load_weights(folder: Path | str, device: str | torch.device = "cpu") -> Weig
 def save_weights(
     folder: Path | str, weights: Weights, *, job: int = 0, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write `config.json` and `model.safetensors` of one job."""
+    """Write `config.json` and `model.safetensors` of one job; `OSError` when that cannot be done."""
     if dtype not in _FLOATS:
         raise ModelError(f"cannot save weights as {dtype}; expected float32, float16 or bfloat16")
     root = Path(folder)
@@ -118,7 +118,13 @@ def save_weights(
         .contiguous()
         for part in parts(weights.config)
     }
-    save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, root / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # the library's own word for a full disk, too
+        raise OSError(
+            f"{root / 'model.safetensors'} cannot be written: {error}; expected a folder with room "
+            "for the weights; free some"
+        ) from error
     name = str(dtype).removeprefix("torch.")
     _write_json(root / "config.json", {**weights.config.to_hf(), "dtype": name})
 

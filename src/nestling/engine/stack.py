@@ -304,9 +304,14 @@ class Stack:
             self._seats[seat.lane] = seat
             started.append(seat)
         for seat in started:
+            self._on_device(partial(self._load, seat))
+        self._fill([seat for seat in started if self._seats.get(seat.lane) is seat])
+
+    def _load(self, seat: _Seated) -> None:
+        """Put the job's weights into its lane, unless it had to go meanwhile."""
+        if self._seats.get(seat.lane) is seat:
             weights = seat.job.weights if seat.job.trained is None else seat.job.trained.merged()
             self._decoder.load(seat.lane, weights.flat, seat.play.width)
-        self._fill(started)
 
     def _apply_answers(self) -> None:
         """Wake answered rows, fill freed ones, end plays that are over."""
@@ -511,6 +516,11 @@ class Stack:
             work(owner)
         except JobFailedError as error:
             self._fail(job, error.reason, error.detail)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._empty_cache()
+            self._fail(job, "stack.out_of_memory", self._memory_hint())
 
     def _on_device(self, work: Callable[[], None]) -> None:
         """Run a part of decoding; when memory runs out, the newest of its jobs has to go."""
