@@ -74,22 +74,27 @@ class Stacks:
     def _best(self, base: str, check: Callable[[], None]) -> StackJob:
         """A connection to the device whose lanes are taken least; equal ones in turn.
 
-        Lanes are what a device's memory has room for. Jobs that start together all see empty devices, so the
+        Devices that do not answer, for example while their process is started again, are passed over. Lanes are what a device's memory has room for. Jobs that start together all see empty devices, so the
         number of their connection decides between equals.
         """
-        jobs = list[StackJob]()
+        opened, answered, away = list[StackJob](), list[StackJob](), list[LearnerError]()
+        rooms = list[wire.Room]()
+        chosen: StackJob | None = None
         try:
             for path in self.sockets:
-                jobs.append(StackJob(path, check))
-            rooms = [job.room(base) for job in jobs]
-        except BaseException:
-            for job in jobs:
-                job.close()
-            raise
-        chosen = jobs[place(rooms)]
-        for job in jobs:
-            if job is not chosen:
-                job.close()
+                try:
+                    opened.append(StackJob(path, check))
+                    rooms.append(opened[-1].room(base))
+                    answered.append(opened[-1])
+                except LearnerError as error:
+                    away.append(error)
+            if not answered:
+                raise away[0]
+            chosen = answered[place(rooms)]
+        finally:
+            for job in opened:
+                if job is not chosen:
+                    job.close()
         return chosen
 
 

@@ -115,6 +115,8 @@ class StackServer:
                 self._drop(client)
                 return
             for message in wire.frames(client.received):
+                if client.job not in self._clients:
+                    return  # it broke off while it was answered; what it joined now nobody would end
                 self._handle(client, message)
         except (wire.WireError, OSError) as error:
             _log.warning("job %d: %s", client.job, error)

@@ -1,0 +1,60 @@
+"""The loop of a stack process, run in this one: connections that break off, devices that are away."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from nestling.core.clock import SystemClock
+from nestling.core.errors import LearnerError
+from nestling.engine.losses import Dppo
+from nestling.engine.optim import AdamW
+from nestling.inner import stack_wire as wire
+from nestling.inner.stack_client import StackJob, Stacks
+from nestling.inner.stack_config import StackConfig
+from nestling.inner.stack_server import StackServer
+from nestling.inner.stack_settings import LearnSettings
+
+SETTINGS = LearnSettings(loss=Dppo(), optim=AdamW(lr=1e-3))
+
+
+@pytest.fixture
+def path(bases: dict[str, Path], tmp_path: Path) -> Iterator[str]:
+    """Where a server listens."""
+    path = str(tmp_path / "cpu.sock")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen()
+    config = StackConfig(max_jobs=2, rows_per_job=4, max_len=128, memory_gib=0.5)
+    server = StackServer(listener, bases=bases, device="cpu", config=config, clock=SystemClock())
+    stop, stopped = socket.socketpair()
+    thread = threading.Thread(target=server.run, args=(stopped,))
+    thread.start()
+    yield path
+    stop.close()
+    thread.join()
+    server.close()
+    stopped.close()
+
+
+def test_what_a_broken_connection_still_asks_for_is_not_done(path: str) -> None:
+    ask = wire.encode(wire.AskRoom(base="micro"))
+    join = wire.encode(wire.Join(base="micro", settings=SETTINGS.model_dump_json()))
+    with socket.socket(socket.AF_UNIX) as hasty:
+        hasty.connect(path)
+        hasty.sendall(ask + join)
+    with closing(StackJob(path, lambda: None)) as job:
+        assert job.room("micro").num_jobs == 0
+
+
+def test_a_device_whose_process_is_away_is_passed_over(path: str, tmp_path: Path) -> None:
+    away = str(tmp_path / "away.sock")
+    with closing(Stacks(sockets=(away, path)).join("micro", SETTINGS, lambda: None)) as job:
+        assert job.room("micro").num_jobs == 1
+    with pytest.raises(LearnerError, match=r"away\.sock cannot be reached"):
+        Stacks(sockets=(away,)).join("micro", SETTINGS, lambda: None)
