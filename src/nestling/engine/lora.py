@@ -226,9 +226,7 @@ def load_adapter(
                 f"{path}: {name} has shape {list(tensor.shape)}; expected {list(view.shape[1:])}"
             )
         if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(
-                f"{path}: {name} holds NaN or infinity; the training run has diverged"
-            )
+            raise ModelError(f"{path}: {name} holds NaN or infinity; the training run has diverged")
         view[0].copy_(tensor)
     adapter.flat = adapter.flat.to(device)
     return adapter
