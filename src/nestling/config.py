@@ -23,6 +23,8 @@ from nestling.fleet.budget import Caps
 from nestling.fleet.pod_config import RunpodFleet
 from nestling.fleet.slots import Gpu
 from nestling.inner.models_config import ModelsConfig
+from nestling.inner.openai_config import OpenAiConfig
+from nestling.inner.prime_rl_config import PrimeRlConfig
 from nestling.inner.stack_config import StackConfig
 from nestling.outer.config import EmbeddedConfig, OuterConfig, TinkerConfig
 
@@ -81,10 +83,17 @@ class RewardConfig(Frozen):
 class InnerConfig(Frozen):
     """How jobs are trained and scored."""
 
-    trainer: Literal["embedded", "stacked"] = "embedded"
-    """embedded: each worker holds its job's model; stacked: one process per device holds all of them."""
+    trainer: Literal["embedded", "stacked", "prime_rl"] = "embedded"
+    """embedded: each worker holds its job's model; stacked: one process per device holds all of them;
+    prime_rl: prime-rl's own program, which runs the job's code outside the jail."""
     stack: StackConfig = StackConfig()
     """Read when `trainer` is stacked."""
+    prime_rl: PrimeRlConfig = PrimeRlConfig()
+    """Read when `trainer` is prime_rl."""
+    scorer: Literal["embedded", "openai"] = "embedded"
+    """embedded: models are sampled here; openai: by vLLM or another OpenAI-compatible server."""
+    openai: OpenAiConfig = OpenAiConfig()
+    """Read when `scorer` is openai."""
     eval_items: int = Field(200, ge=8, le=10_000)
     """Hidden items per scoring; the same ones before and after training."""
     train_wall_s: float = Field(300.0, gt=0)

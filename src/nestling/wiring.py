@@ -44,10 +44,11 @@ from nestling.fleet.worker import Handlers
 from nestling.inner.baselines import Baselines, state_folder
 from nestling.inner.models_config import bounds_of, offered_bases
 from nestling.inner.run import InnerContext, run_job
+from nestling.inner.scorer import Scorer
 from nestling.inner.trainer import Trainer, TrainLimits
 from nestling.jobs.budget import Caps
 from nestling.jobs.bundle import Bundle
-from nestling.jobs.jail import Jail, require_bubblewrap
+from nestling.jobs.jail import Jail, JailLimits, require_bubblewrap
 from nestling.jobs.leaks import LeakIndex
 from nestling.jobs.outcome import Outcome, StepRecord
 from nestling.jobs.probe import ProbeOptions, ProbeReport, probe
@@ -115,7 +116,6 @@ class Room:
         self, config: RunConfig, state: Path, work: Path, stacks: tuple[str, ...] = ()
     ) -> None:
         """`stacks`: sockets from `running_stacks`, when the recipe's trainer is stacked."""
-        from nestling.inner.scorers.embedded import EmbeddedScorer
         from nestling.jobs.env_zygote import Zygote
 
         self._config = config
@@ -125,13 +125,7 @@ class Room:
         self._zygote = None if config.unsafe_no_jail else Zygote(jail)
         self._bases = offered_bases(config.models, state)
         folders = {name: base.folder for name, base in self._bases.items()}
-        self._scorer = EmbeddedScorer(
-            secret_path=self._secret_path,
-            bases=folders,
-            stacks=stacks,
-            score_wall_s=config.inner.score_wall_s,
-            device=config.models.device,
-        )
+        self._scorer = self._make_scorer(folders, stacks)
         self.baselines_table = Baselines(self._scorer, folders, folder=state)
         self._opener = JailedOpener(jail=jail, starter=self._zygote)
         self._leaks: dict[str, LeakIndex | None] = {}
@@ -141,7 +135,7 @@ class Room:
             scorer=self._scorer,
             baselines=self.baselines_table,
             bases=folders,
-            bounds=bounds_of(config.models),
+            bounds=bounds_of(config.models, config.inner.trainer),
             work_folder=work,
             keep_models=config.inner.keep_models,
             n=config.inner.eval_items,
@@ -180,12 +174,41 @@ class Room:
         if self._zygote is not None:
             self._zygote.close()
 
+    def _make_scorer(self, folders: Mapping[str, Path], stacks: tuple[str, ...]) -> Scorer:
+        from nestling.inner.scorers.embedded import EmbeddedScorer
+        from nestling.inner.scorers.openai import OpenAiScorer
+
+        inner = self._config.inner
+        if inner.scorer == "openai":
+            return OpenAiScorer(
+                inner.openai,
+                secret_path=self._secret_path,
+                bases=folders,
+                score_wall_s=inner.score_wall_s,
+            )
+        return EmbeddedScorer(
+            secret_path=self._secret_path,
+            bases=folders,
+            stacks=stacks,
+            score_wall_s=inner.score_wall_s,
+            device=self._config.models.device,
+        )
+
     def _trainer(self, jail: Jail, stacks: tuple[str, ...]) -> Trainer:
         from nestling.inner.stack_client import Stacks
         from nestling.inner.trainers.embedded import EmbeddedTrainer
         from nestling.inner.trainers.stacked import StackedTrainer
 
         starter = self._zygote
+        if self._config.inner.trainer == "prime_rl":
+            from nestling.inner.job_env import JobEnvOpener
+            from nestling.inner.trainers.prime_rl import PrimeRlTrainer
+
+            clock = SystemClock()
+            opener = JobEnvOpener(
+                jail=jail, starter=starter, limits=JailLimits(), leaks=self._leak_index, clock=clock
+            )
+            return PrimeRlTrainer(self._config.inner.prime_rl, open_env=opener, clock=clock)
         spot_seed = None if self._config.unsafe_no_jail else self._spot_seed()
         if self._config.inner.trainer == "stacked":
             return StackedTrainer(
@@ -232,6 +255,7 @@ def load_leak_index(family: str, items: int, state: Path) -> LeakIndex:
 @asynccontextmanager
 async def open_room(config: RunConfig, work: Path) -> AsyncIterator[Room]:
     """A machine room in this process, for a single job."""
+    _refuse_unjailed(config)
     if not config.unsafe_no_jail:
         require_bubblewrap()
     with running_stacks(config, work / "logs") as stacks:
@@ -249,7 +273,7 @@ def running_stacks(config: RunConfig, logs: Path) -> Iterator[tuple[str, ...]]:
     Raises:
         ConfigError: a device that is not there, or a process that does not start.
     """
-    if config.inner.trainer == "embedded":
+    if config.inner.trainer != "stacked":
         yield ()
         return
     from nestling.engine.device import expand
@@ -368,6 +392,23 @@ async def open_fleet(
             yield fleet
 
 
+def _refuse_unjailed(config: RunConfig) -> None:
+    """prime-rl has the job's code in its own processes: on a rented pod, or because somebody says so."""
+    if config.inner.trainer != "prime_rl":
+        return
+    if config.fleet.kind != "runpod" and not config.inner.prime_rl.unjailed:
+        raise ConfigError(
+            "inner.trainer = 'prime_rl' runs agent-written code outside the jail, with the rights of this user; expected "
+            "fleet.kind = 'runpod', where a machine does nothing else; or, on a machine that may be lost, set "
+            "inner.prime_rl.unjailed = true (docs/prime-rl.md)"
+        )
+    if config.models.shipped:
+        raise ConfigError(
+            "models.shipped = true with inner.trainer = 'prime_rl'; expected open models only, as prime-rl knows no "
+            "others; set models.shipped = false and name them in models.extra"
+        )
+
+
 def refuse_distant_stacks(config: RunConfig) -> None:
     """ConfigError when the workers of a stacked recipe would be on other machines."""
     if config.inner.trainer == "stacked" and config.fleet.kind != "local":
@@ -391,7 +432,7 @@ async def _open_fleet(
         provider, size = _open_provider(config, run, writer, stacks)
     runner_settings = RunnerSettings(
         identity=_identity(config),
-        bounds=bounds_of(config.models),
+        bounds=bounds_of(config.models, config.inner.trainer),
         deadlines=_stage_seconds(config),
         machine=config.fleet.machine,
         lane=provider.lane,
@@ -670,6 +711,7 @@ def check_names(config: RunConfig) -> None:
     Raises:
         ConfigError: a family, an agent or a machine type is unknown.
     """
+    _refuse_unjailed(config)
     for family in (*config.families.training, *config.families.held_out):
         get(family)
     agent_folder(config.agent.model)
@@ -703,7 +745,7 @@ def episode_task(config: RunConfig, plan: EpisodePlan) -> EpisodeTask:
         policy_seed=plan.policy_seed,
         style=config.agent.style,
         rules=PromptRules(
-            bounds=bounds_of(config.models),
+            bounds=bounds_of(config.models, config.inner.trainer),
             weights=config.reward.weights,
             reward_kind=config.reward.kind,
             max_turns=config.agent.max_turns,
@@ -722,7 +764,7 @@ def _episode_limits(config: RunConfig) -> EpisodeLimits:
 
 def reference_policy(name: str, config: RunConfig) -> Policy:
     """A scripted policy by name, which keeps to the bounds of the recipe."""
-    return scripted(name, bounds_of(config.models))
+    return scripted(name, bounds_of(config.models, config.inner.trainer))
 
 
 async def _train(
@@ -852,8 +894,14 @@ def _stage_seconds(config: RunConfig) -> StageSeconds:
     inner = config.inner
     return StageSeconds(
         run=inner.train_wall_s + 3 * inner.score_wall_s,
-        baseline=2 * len(bounds_of(config.models).base_models) * inner.score_wall_s,
+        baseline=2
+        * len(bounds_of(config.models, config.inner.trainer).base_models)
+        * inner.score_wall_s,
     )
+
+
+_NO_RESULT: Final = {"keep", "parallel", "start_s", "request_s", "retries", "restarts"}
+"""Of a server: how it is asked, not what it answers."""
 
 
 def _identity(config: RunConfig) -> dict[str, Any]:
@@ -861,6 +909,11 @@ def _identity(config: RunConfig) -> dict[str, Any]:
     return {
         "trainer": config.inner.trainer,
         **({"stack": _stack_identity(config)} if config.inner.trainer == "stacked" else {}),
+        **(
+            {"openai": config.inner.openai.model_dump(mode="json", exclude=_NO_RESULT)}
+            if config.inner.scorer == "openai"
+            else {}
+        ),
         "seed": config.inner.seed,
         "eval_items": config.inner.eval_items,
         "bases": {

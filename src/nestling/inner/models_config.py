@@ -13,7 +13,7 @@ from nestling.core.frozen import Frozen
 from nestling.families import bases
 from nestling.families.bases import BaseModel
 from nestling.families.open_models import base_of_folder, fetched_folder, open_models
-from nestling.jobs.bounds import OPEN, SMALL, Bounds
+from nestling.jobs.bounds import LARGE, OPEN, SMALL, Bounds
 
 __all__ = ["ExtraModel", "ModelsConfig", "bounds_of", "offered_bases"]
 
@@ -70,12 +70,13 @@ def offered_bases(config: ModelsConfig, state: Path) -> Mapping[str, BaseModel]:
     return found
 
 
-def bounds_of(config: ModelsConfig) -> Bounds:
-    """The enforced table of job settings: that of small models, or the open one with these names."""
-    if not config.extra:
+def bounds_of(config: ModelsConfig, trainer: str = "embedded") -> Bounds:
+    """The enforced table of job settings: prime-rl's, that of small models, or the open one; with these names."""
+    if trainer != "prime_rl" and not config.extra:
         return SMALL
     shipped = bases.names() if config.shipped else ()
-    return replace(OPEN, base_models=(*shipped, *(one.name for one in config.extra)))
+    names = (*shipped, *(one.name for one in config.extra))
+    return replace(LARGE if trainer == "prime_rl" else OPEN, base_models=names)
 
 
 def _missing(one: ExtraModel, folder: Path) -> str:

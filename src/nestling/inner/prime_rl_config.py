@@ -38,3 +38,8 @@ class PrimeRlConfig(Frozen):
         if self.share_gpu and (self.train_gpus, self.infer_gpus) != (1, 1):
             raise ValueError("share_gpu is for one GPU; set train_gpus and infer_gpus to 1")
         return self
+
+    @property
+    def num_gpus(self) -> int:
+        """That a run is busy with."""
+        return 1 if self.share_gpu else self.train_gpus + self.infer_gpus

@@ -52,7 +52,7 @@ class PrimeRlTrainer:
         self._clock = clock or SystemClock()
 
     def train(self, request: TrainRequest, log: StepLog) -> TrainResult:
-        """See `Trainer.train`; `cpu_s`, of the run and of each step, is wall time: the run has its GPUs for itself.
+        """See `Trainer.train`; `cpu_s`, of the run and of each step, is wall time times GPUs, all of them its own.
 
         Raises:
             ConfigError: `rl` is not installed, or the worker has too few GPUs.
@@ -100,7 +100,7 @@ class PrimeRlTrainer:
                 visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
             ),
         )
-        reader = MetricsReader(folder.run, max_steps, self._clock)
+        reader = MetricsReader(folder.run, max_steps, self._clock, num_gpus=config.num_gpus)
         steps: list[StepRecord] = []
         stalled = self._step_limit()
         command = [str(program), "@", str(folder.toml)]
@@ -139,7 +139,7 @@ class PrimeRlTrainer:
             base_hash=base.weights.content_hash(),
             final_hash=weights.content_hash(),
             delta_norm=base.weights.distance(weights),
-            cpu_s=self._clock.monotonic() - started_s,
+            cpu_s=(self._clock.monotonic() - started_s) * self._config.num_gpus,
         )
 
 

@@ -29,7 +29,8 @@ _MAX_LINE_BYTES: Final = 2**20
 class MetricsReader:
     """Follows the file of one run as it grows."""
 
-    def __init__(self, run: Path, max_steps: int, clock: Clock) -> None:
+    def __init__(self, run: Path, max_steps: int, clock: Clock, *, num_gpus: int) -> None:
+        self._num_gpus = num_gpus
         self._run = run
         self._max_steps = max_steps
         self._clock = clock
@@ -102,6 +103,6 @@ class MetricsReader:
             learning_rate=numbers.get("optim/lr", 0.0),
             trained_groups=played.varied_groups,
             rollout_tokens=max(0, int(numbers.get("progress/output_tokens", 0))),
-            cpu_s=took_s,
+            cpu_s=took_s * self._num_gpus,
             samples=played.samples,
         )
