@@ -103,6 +103,7 @@ logger = logging.getLogger(__name__)
 AGENTS_FOLDER: Final = Path(__file__).parent / "agent" / "weights"
 _HANDLERS: Final = "nestling.wiring:make_handlers"
 _ACCOUNT_FILE: Final = "account.db"
+_LEAKS_FOLDER: Final = "leaks"
 _SECRET_FILE: Final = "eval-secret"  # noqa: S105 (a name)
 
 
@@ -208,7 +209,10 @@ class Room:
             opener = JobEnvOpener(
                 jail=jail, starter=starter, limits=JailLimits(), leaks=self._leak_index, clock=clock
             )
-            return PrimeRlTrainer(self._config.inner.prime_rl, open_env=opener, clock=clock)
+            hidden = (self._secret_path, self._state / _LEAKS_FOLDER)
+            return PrimeRlTrainer(
+                self._config.inner.prime_rl, open_env=opener, hidden=hidden, clock=clock
+            )
         spot_seed = None if self._config.unsafe_no_jail else self._spot_seed()
         if self._config.inner.trainer == "stacked":
             return StackedTrainer(
@@ -243,7 +247,7 @@ class Room:
 def load_leak_index(family: str, items: int, state: Path) -> LeakIndex:
     """The leak index of a family, built once per secret and kept with mode 0600."""
     secret = EvalSecret.load_or_create(state / _SECRET_FILE)
-    path = state / "leaks" / f"{family}-{items}-v2-{commitment(secret, 'a')[:16]}.json"
+    path = state / _LEAKS_FOLDER / f"{family}-{items}-v2-{commitment(secret, 'a')[:16]}.json"
     if path.exists():
         return LeakIndex.loads(path.read_bytes())
     index = LeakIndex.for_family(family, secret, hidden=items)

@@ -81,9 +81,18 @@ def make_request(base: Path, tmp_path: Path) -> Callable[..., TrainRequest]:
 def make_trainer(program: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PrimeRlTrainer]:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def make(fault: str = "", *, clock: Clock | None = None, **settings: Any) -> PrimeRlTrainer:
+    def make(
+        fault: str = "",
+        *,
+        clock: Clock | None = None,
+        hidden: tuple[Path, ...] = (),
+        **settings: Any,
+    ) -> PrimeRlTrainer:
         monkeypatch.setenv("STANDIN_FAULT", fault)
         given = {"program": str(program), "poll_s": 0.01, "passed_on": ("STANDIN_FAULT",)}
-        return PrimeRlTrainer(PrimeRlConfig.model_validate(given | settings), clock=clock)
+        given |= {"veil": False}
+        return PrimeRlTrainer(
+            PrimeRlConfig.model_validate(given | settings), hidden=hidden, clock=clock
+        )
 
     return make

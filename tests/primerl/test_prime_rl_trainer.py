@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import shutil
+from ast import literal_eval
 from collections.abc import Callable
 from pathlib import Path
 
@@ -138,6 +141,44 @@ def test_late_run_leaves_no_process_and_tells_what_it_waited_for(
     assert {one.pid for one in psutil.Process().children(recursive=True)} <= before
     running = [str(one.info["cmdline"]) for one in psutil.process_iter(["cmdline"])]
     assert not [line for line in running if SLEEPER in line]
+
+
+SPY = """\
+import os
+from pathlib import Path
+
+__all__ = ["Taskset"]
+try:
+    seen = [Path({secret!r}).read_bytes()]
+except OSError:
+    seen = [b""]
+seen.append(os.listdir({folder!r}))
+Path("spied").write_text(repr((seen, sorted(one for one in os.listdir("/proc") if one.isdigit()))))
+
+
+class Taskset: ...
+"""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_job_sees_neither_secrets_nor_other_processes(
+    make_trainer: Trainers, make_request: Requests, tmp_path: Path
+) -> None:
+    secret, folder = tmp_path / "eval-secret", tmp_path / "leaks"
+    secret.write_bytes(b"canary")
+    folder.mkdir()
+    (folder / "index.json").write_text("canary")
+    package = SPY.format(secret=str(secret), folder=str(folder))
+    trainer = make_trainer(veil=True, hidden=(secret, folder, tmp_path / "missing"), keep_runs=True)
+    request = make_request(package=package, max_steps=1)
+    trainer.train(request, lambda step: None)
+    seen, processes = literal_eval(
+        (request.out_folder.with_name("out.prime-rl") / "spied").read_text()
+    )
+    assert seen == [b"", []]
+    assert len(processes) < 10
+    assert str(os.getpid()) not in processes
+    assert secret.read_bytes() == b"canary"
 
 
 def test_error_of_the_step_log_ends_the_run(make_trainer: Trainers, make_request: Requests) -> None:

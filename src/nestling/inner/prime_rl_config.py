@@ -16,6 +16,8 @@ class PrimeRlConfig(Frozen):
     """A name on PATH or a path; the programs it starts are looked for beside it first."""
     unjailed: bool = False
     """Required off pods: prime-rl runs the job's own code outside the jail, with this user's rights."""
+    veil: bool = True
+    """Hide our secrets and all other processes from prime-rl with bubblewrap; false where it cannot be used."""
     train_gpus: int = Field(1, ge=1, le=8)
     """GPUs of the trainer; inference gets the first ones that the worker sees, the trainer the next."""
     infer_gpus: int = Field(1, ge=1, le=8)

@@ -1,16 +1,18 @@
 """GRPO by prime-rl: the `rl` program, once per job, on GPUs of this machine.
 
 prime-rl loads the job's own package into its processes, outside our jail and with the rights of this user: that is
-how it works, and no setting changes it. What is jailed here is one look at the environment before any GPU is busy,
-and what is checked is everything that comes back. So a job belongs on a machine of its own; see docs/prime-rl.md.
+how it works, and no setting changes it. What is jailed here is one look at the environment before any GPU is busy;
+after that our secrets are out of sight, and everything that comes back is checked. The rest of the machine is open to
+the job, so a job belongs on a machine of its own; see docs/prime-rl.md.
 Seeds do not reach prime-rl, and its runs do not repeat.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 
 from nestling.core.clock import Clock, SystemClock
 from nestling.core.errors import JailError, JobFailedError
@@ -27,6 +29,7 @@ from nestling.inner.trainers.prime_rl_metrics import MetricsReader
 from nestling.inner.trainers.prime_rl_process import (
     find_program,
     program_environment,
+    veiled,
     visible_gpus,
 )
 from nestling.inner.trainers.prime_rl_weights import ADAPTER_FOLDER, trained_weights
@@ -44,11 +47,16 @@ class PrimeRlTrainer:
         config: PrimeRlConfig,
         *,
         open_env: Callable[[TrainRequest], RolloutEnv] | None = None,
+        hidden: Sequence[Path] = (),
         clock: Clock | None = None,
     ) -> None:
-        """`open_env` opens a job's environment in the jail, for the look before; None looks at nothing."""
+        """`open_env` opens a job's environment in the jail, for the look before; None looks at nothing.
+
+        `hidden` are files and folders that no job may read.
+        """
         self._config = config
         self._open_env = open_env
+        self._hidden = [path.absolute() for path in hidden]
         self._clock = clock or SystemClock()
 
     def train(self, request: TrainRequest, log: StepLog) -> TrainResult:
@@ -104,6 +112,8 @@ class PrimeRlTrainer:
         steps: list[StepRecord] = []
         stalled = self._step_limit()
         command = [str(program), "@", str(folder.toml)]
+        if config.veil:
+            command = veiled(command, self._hidden)
         with KeptProcess(command, environment, folder.root, folder.output) as process:
             while (code := process.ended(config.poll_s)) is None:
                 if found := reader.read():

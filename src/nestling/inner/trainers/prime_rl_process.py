@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from nestling.core.errors import ConfigError
+from nestling.jobs.jail import require_bubblewrap
 
-__all__ = ["find_program", "program_environment", "visible_gpus"]
+__all__ = ["find_program", "program_environment", "veiled", "visible_gpus"]
 
 _PASSED_ON: Final = (
     "PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_DEVICE_ORDER",
@@ -73,3 +74,21 @@ def program_environment(
         "PYTHONPATH": str(package),
         "CUDA_VISIBLE_DEVICES": gpus,
     }
+
+
+def veiled(command: Sequence[str], hidden: Sequence[Path]) -> list[str]:
+    """The command with `hidden` files and folders empty, and a process table of its own; all else is as it was.
+
+    No capability is left to undo it. It is no jail: network and whatever else this user may write stay open.
+
+    Raises:
+        ConfigError: bubblewrap is not installed.
+    """
+    covered: list[str] = []
+    for path in hidden:
+        if path.is_dir():
+            covered += ["--tmpfs", str(path)]
+        elif path.exists():
+            covered += ["--ro-bind", os.devnull, str(path)]
+    veil = ["--dev-bind", "/", "/", "--proc", "/proc", "--unshare-pid", "--die-with-parent"]
+    return [require_bubblewrap(), *veil, "--cap-drop", "ALL", *covered, "--", *command]
