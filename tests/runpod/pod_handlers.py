@@ -50,6 +50,11 @@ def make_handlers(settings):
     def big(payload, context):
         return "b" * payload["size"]
 
+    def chatty(payload, context):
+        for size in payload["sizes"]:
+            context.progress({"text": "c" * size})
+        return len(payload["sizes"])
+
     def nap(payload, context):
         time.sleep(payload["seconds"])
         return payload["n"]
@@ -64,5 +69,5 @@ def make_handlers(settings):
 
     return {
         handler.__name__: handler
-        for handler in (echo, fetch, big, nap, held, secret, environment, die, reject)
+        for handler in (echo, fetch, big, chatty, nap, held, secret, environment, die, reject)
     }

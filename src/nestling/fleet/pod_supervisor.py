@@ -247,7 +247,7 @@ class Supervisor:
             await self._news.wait()
             self._news.clear()
             while self._unsaid:
-                session, items = self._session, list(self._unsaid)
+                session, items = self._session, self._batch()
                 try:
                     sent = [await self._small(item) for item in items]
                     reached = await self._client.say(self._first, sent)
@@ -264,6 +264,17 @@ class Supervisor:
                 for _ in range(min(reached - self._first, len(items))):
                     self._unsaid.popleft()
                     self._first += 1
+
+    def _batch(self) -> list[FromPod]:
+        """What goes into one request: small messages, or a single large one, as one upload is kept at a time."""
+        chosen: list[FromPod] = []
+        size = 0
+        for item in self._unsaid:
+            size += len(bytes(item.message)) if isinstance(item, Said) else 0
+            if chosen and size > BLOB_FROM_BYTES:
+                break
+            chosen.append(item)
+        return chosen
 
     async def _small(self, item: FromPod) -> FromPod:
         """The message, or its name once a large one was uploaded."""

@@ -106,8 +106,10 @@ class PodKeeper:
             return []
         by_name = {pod.name: pod for pod in pods if pod.name.startswith(self._prefix)}
         for record in self._records.all():
-            with suppress(UncertainError, RateLimitedError):
+            try:
                 await self._reconcile(record, by_name.get(record.name))
+            except RunpodError as error:  # of one pod; the others are watched on
+                _log.warning("pod %s could not be looked at: %s", record.name, error)
         return await self._end_strays(by_name.values())
 
     async def close(self, limit_s: float) -> list[str]:

@@ -1,0 +1,75 @@
+"""More than fits one request, and answers that nobody expects."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import httpx
+from pydantic import SecretStr
+
+from nestling.core.clock import SystemClock
+from nestling.fleet.pod_records import PodRecords
+from nestling.fleet.providers.runpod_api import PodRequest, RunpodApi
+from nestling.fleet.providers.runpod_http import RunpodHttp
+from nestling.fleet.providers.runpod_keeper import PodKeeper
+from nestling.fleet.providers.runpod_ladder import Ladder
+from nestling.fleet.providers.runpod_request import pod_command
+from nestling.fleet.simulate_runpod import simulated_account
+from nestling.fleet.simulate_runpod_script import Script
+from nestling.store import GroupCommit, RunStore
+
+from .conftest import IMAGE, fleet_config
+
+
+async def test_a_worker_may_say_a_lot_at_once(pods) -> None:
+    """Several messages that each need an upload, and many that together are above one body."""
+    sizes = [600_000] * 3 + [500_000] * 12
+    async with pods(fleet={"workers": 1}) as room:
+        done = await room.do("chatty", {"sizes": sizes})
+        assert (done.state, done.result, done.tries) == ("done", len(sizes), 1)
+
+
+async def test_one_look_that_is_refused_leaves_the_others_their_watch(tmp_path: Path) -> None:
+    clock = SystemClock()
+    faults = [{"route": "get", "do": "status", "status": 403}]
+    script = Script.model_validate({"boot_s": 1e5, "request": faults})
+    async with simulated_account(script, tmp_path, key="the-key") as app:
+        http = RunpodHttp(
+            "http://127.0.0.1/v2",
+            SecretStr("the-key"),
+            clock,
+            transport=httpx.ASGITransport(app=app),
+            rng=random.Random(0),
+        )
+        api = RunpodApi(http)
+        config = fleet_config("https://api.example/v2", grace_s=0)
+        with RunStore(tmp_path / "run.db", clock=clock) as store, GroupCommit(store) as writer:
+            records = PodRecords(writer, clock)
+            keeper = PodKeeper(
+                api=api,
+                ladder=Ladder(
+                    config.ladder, dict.fromkeys(("a5000", "a40", "rtx4090", "a6000"), "G"), clock
+                ),
+                records=records,
+                config=config,
+                prefix="nestling-1-",
+                clock=clock,
+                request=lambda name, step: None,
+                heard_s=lambda name: None,
+                lost=lambda name, why: None,
+            )
+            for name in ("nestling-1-a", "nestling-1-b"):
+                request = PodRequest(
+                    name=name, image=IMAGE, gpu_id="NVIDIA A40", command=pod_command(())
+                )
+                await records.want(name, gpu="a40", cloud="SECURE", usd_per_hour=0.6)
+                pod = await api.create_pod(request, limit_s=5.0)
+                await records.made(name, pod_id=pod.id, usd_per_hour=0.6)
+            await api.delete_pod(records.get("nestling-1-a").pod_id)
+            await records.ending("nestling-1-a", "it is gone, but its address does not say so")
+            app.account.pods[records.get("nestling-1-b").pod_id].forced = "EXITED"
+            await keeper.tick()
+            assert records.get("nestling-1-a").state == "ending"  # not proved gone
+            assert records.get("nestling-1-b").state == "ending"  # seen all the same
+        await http.close()
