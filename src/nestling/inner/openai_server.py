@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -86,7 +85,7 @@ class OwnServer:
         self._process: KeptProcess | None = None
         self.url = ""
 
-    def start(self, check: Callable[[], None] = lambda: None) -> None:
+    def start(self) -> None:
         """Blocks until it answers; does nothing while it runs.
 
         Raises:
@@ -117,7 +116,6 @@ class OwnServer:
                         "scorer.server",
                         f"the server does not answer after {self._config.start_s:g} s: {words}",
                     )
-                check()
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
