@@ -1,0 +1,77 @@
+"""The scorer against a real vLLM, on a GPU or a processor.
+
+NESTLING_VLLM names its command, such as `.venv/bin/vllm` of an environment of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nestling.core.seeds import derive_seed
+from nestling.engine.checkpoint import load_model, save_model
+from nestling.engine.lora import LoraConfig, LoraWeights, save_adapter
+from nestling.engine.model import Model
+from nestling.families import bases
+from nestling.families.hidden_taskset import hidden_taskset
+from nestling.families.item_play import EVAL_SAMPLING
+from nestling.families.splits import dev_items
+from nestling.inner.openai_config import OpenAiConfig
+from nestling.inner.openai_serving import Serving
+from nestling.inner.pinned_base import PinnedBase
+from nestling.jobs.rollouts import play_env
+from nestling.jobs.verifiers_host import VerifiersHost
+
+VLLM = os.environ.get("NESTLING_VLLM", "")
+pytestmark = [
+    pytest.mark.skipif(not VLLM, reason="NESTLING_VLLM names no vLLM command"),
+    pytest.mark.timeout(900),
+]
+N = 24
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    config = OpenAiConfig(
+        program=VLLM,
+        keep=True,
+        temperature=0.0,
+        arguments=("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "32"),
+    )
+    with closing(Serving(config)) as serving:
+        yield serving
+
+
+def moved(base: Path, folder: Path) -> Path:
+    """A copy that another adapter changed enough to speak otherwise."""
+    model = load_model(base)
+    lora = LoraWeights.init(model.config, LoraConfig(rank=8))
+    lora.flat += 0.004
+    save_model(folder, replace(model, weights=lora.merged(model.weights)))
+    save_adapter(folder / "adapter", lora)
+    return folder
+
+
+def here(model: Model, seeds: Sequence[int]) -> list[float]:
+    host = VerifiersHost(hidden_taskset("ledger", dev_items("ledger", N)))
+    with closing(host):
+        params = replace(EVAL_SAMPLING, temperature=0.0)
+        return [one.score.reward for one in play_env(model, host, range(N), seeds, params)]
+
+
+def test_vllm_answers_as_the_embedded_scorer(serving: Serving, tmp_path: Path) -> None:
+    base = PinnedBase(bases.get("nano").folder)
+    seeds = [derive_seed(1, index) for index in range(N)]
+    for folder in (base.folder, moved(base.folder, tmp_path / "model")):
+        model = base.load_trained(folder)
+        host = VerifiersHost(hidden_taskset("ledger", dev_items("ledger", N)))
+        with closing(host):
+            rows = serving.play(base, "nano", folder, model, host, seeds, EVAL_SAMPLING)
+        assert [row.score.reward for row in rows] == here(model, seeds)
+    assert "vllm" in serving.fingerprint()
+    assert serving.restarts == 0
