@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,27 @@ from nestling.fleet.providers.runpod_api import PodRequest
 from nestling.fleet.providers.runpod_ladder import Step
 
 __all__ = ["PodRun", "pod_command", "pod_request"]
+
+_AGAIN_S = 10
+"""Between two tries to install."""
+_END = f"""\
+import json, os, time, urllib.request
+url = json.loads(os.environ[{BOOT_VARIABLE!r}])["api_url"]
+url += "/pods/" + os.environ["RUNPOD_POD_ID"] + "/action"
+headers = {{
+    "authorization": "Bearer " + os.environ["RUNPOD_API_KEY"],
+    "content-type": "application/json",
+    "user-agent": "nestling-pod",
+}}
+while True:
+    request = urllib.request.Request(url, data=b'{{"action": "terminate"}}', headers=headers)
+    try:
+        urllib.request.urlopen(request, timeout=15).close()
+    except OSError as error:
+        print(error, flush=True)
+    time.sleep(20)
+"""
+"""What `pod_worker` does at its end, for a pod where it could not be installed: the standard library alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +76,23 @@ def pod_request(name: str, step: Step, config: RunpodFleet, run: PodRun) -> PodR
             BOOT_VARIABLE: msgspec.json.encode(boot).decode(),
             BOOT_KEY_VARIABLE: f"{{{{ RUNPOD_SECRET_{run.secret_name(config.pool)} }}}}",
         },
-        command=pod_command(config.install),
+        command=pod_command(config.install, config.lost_controller_s),
     )
 
 
-def pod_command(install: Sequence[str]) -> list[str]:
-    """What the container runs: the pinned requirements first, if any, then the worker."""
+def pod_command(install: Sequence[str], give_up_s: float = 900.0) -> list[str]:
+    """What the container runs: the pinned requirements first, if any, then the worker.
+
+    Installing is tried again and again; after `give_up_s` without success the pod ends itself, as a container whose
+    command exits is started again and billed on.
+    """
     worker = "exec python -m nestling.fleet.pod_worker"
     if not install:
         return ["bash", "-c", worker]
     wanted = " ".join(f"'{requirement}'" for requirement in install)
-    return ["bash", "-c", f"python -m pip install --no-input {wanted} && {worker}"]
+    wait = f"[ $SECONDS -lt {give_up_s:.0f} ] || python -c {shlex.quote(_END)}; sleep {_AGAIN_S}"
+    return [
+        "bash",
+        "-c",
+        f"until python -m pip install --no-input {wanted}; do {wait}; done; {worker}",
+    ]
