@@ -1,7 +1,8 @@
-"""What a container does before our own code is there to end it."""
+"""Pods that nothing holds back from ending: not a failed install, not a process that cannot be killed."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
@@ -13,6 +14,10 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import pytest
+
+from nestling.fleet import pod_child
+from nestling.fleet.pod_child import PodChild, PodFolder
 from nestling.fleet.providers.runpod_request import pod_command
 
 
@@ -57,3 +62,22 @@ def test_pod_that_cannot_install_ends_itself(tmp_path: Path) -> None:
             os.killpg(pod.pid, signal.SIGKILL)
             pod.wait()
             server.shutdown()
+
+
+class Stuck:
+    """A process in an uninterruptible call, as one that waits for a broken GPU may be."""
+
+    pid = 2**22 + 1  # above any that exists
+    stdin = None
+
+    async def wait(self) -> int:
+        return await asyncio.get_running_loop().create_future()
+
+
+async def test_worker_process_that_does_not_die_does_not_hold_its_pod(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod_child, "_STOP_S", 0.05)
+    child = PodChild(1, Stuck(), "pod/none", PodFolder(tmp_path))
+    async with asyncio.timeout(20):
+        await child.end()

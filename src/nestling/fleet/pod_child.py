@@ -124,12 +124,12 @@ class PodChild:
                 await self._process.wait()
 
     async def end(self) -> None:
-        """End it with everything it started."""
+        """End it with everything it started; one in an uninterruptible call is left after a while."""
         pid = self._process.pid
         await asyncio.to_thread(process_tree.end_tree, pid, self._marker, lambda: time.sleep(0.02))
         if self._process.stdin is not None:
             self._process.stdin.close()
-        await self._process.wait()
+        await self.stopped()
 
     def last_words(self) -> str:
         """The end of its log."""
