@@ -7,7 +7,6 @@ import importlib
 import json
 import random
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -323,22 +322,3 @@ def test_exactly_one_taskset_must_be_exported(load, make_job):
     job["environment/__init__.py"] = b"__all__ = []\n"
     with pytest.raises(JailError, match="names 0 Taskset classes"):
         load(job)
-
-
-def test_a_rollout_of_six_turns_costs_at_most_two_milliseconds(load, host_of):
-    host = host_of(load())
-    host.rows(40)
-    num_rollouts = 256
-    best = float("inf")
-    for _ in range(3):
-        began = time.process_time()
-        starts = host.reset([k % 40 for k in range(num_rollouts)])
-        for turn in range(5):
-            name = "balance" if turn == 4 else "deposit"
-            arguments = {"account": "ann"} | ({} if turn == 4 else {"amount": 2})
-            host.step([call(start.rollout_id, name, arguments) for start in starts])
-        records = host.score([answer(start.rollout_id, "ANSWER: 3") for start in starts])
-        best = min(best, (time.process_time() - began) / num_rollouts)
-        assert all(record.error is None for record in records)
-    print(f"{best * 1e3:.2f} ms of CPU per rollout")
-    assert best < 2e-3
