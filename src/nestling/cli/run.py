@@ -86,6 +86,9 @@ def _run(
     title = f"{config.name}: {outer.steps} steps of {episodes} episodes in {folder}"
     progress = RunProgress(console, steps=outer.steps, title=title)
     console.print(title, highlight=False)
+    if outer.held_out.every_steps:
+        measured = "reference policies and the untrained agent are measured beside the first steps"
+        console.print(f"{measured}; live: nestling dash {folder}", highlight=False)
     try:
         run = tracked(folder, config.name, config.model_dump(mode="json"))
         with following(trackers, run) as follower, progress.shown():
