@@ -73,7 +73,7 @@ def test_the_wheel_runs_outside_the_repository(tmp_path: Path) -> None:
     plan = run("nestling", "run", "mine/recipe.toml", "--dry-run", "--json").splitlines()[-1]
     assert json.loads(plan)
     small = {
-        "outer.steps": 1, "outer.group_size": 2, "outer.held_out.every_steps": 9,
+        "outer.steps": 1, "outer.group_size": 2, "outer.held_out.every_steps": 0,
         "inner.eval_items": 8, "fleet.workers": 2,
     }  # fmt: skip
     options = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]

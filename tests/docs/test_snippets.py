@@ -42,7 +42,7 @@ FETCHES = "downloads a model; tests/families/test_fetch_open.py does it from loc
 
 NOT_RUN: dict[tuple[str, str], str] = {
     ("README.md", "git clone"): INSTALLS,
-    ("docs/quickstart.md", "pip install nestling"): INSTALLS,
+    ("docs/quickstart.md", "pip install ."): INSTALLS,
     (
         "docs/quickstart.md",
         "docker build",
@@ -76,7 +76,7 @@ QUICK = ("docs/tutorial.md",)
 
 _SMALLER = {
     "run": ("--set", "outer.steps=1", "--set", "outer.group_size=2", "--set", "inner.eval_items=8",
-            "--set", "outer.held_out.every_steps=9"),
+            "--set", "outer.held_out.every_steps=0"),
     "job run": ("--eval-items", "8"),
     "episode": ("--set", "inner.eval_items=8"),
     "eval-agent": ("-n", "1", "--set", "inner.eval_items=8"),

@@ -183,7 +183,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_scaffold_is_installed_by_pip_tested_and_probed(tmp_path: Path) -> None:
     folder, venv = tmp_path / "new", tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
@@ -194,7 +194,7 @@ def test_a_scaffold_is_installed_by_pip_tested_and_probed(tmp_path: Path) -> Non
 
     def run(*command: str) -> str:
         done = subprocess.run(
-            [python, "-m", *command], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+            [python, "-m", *command], cwd=tmp_path, capture_output=True, text=True, timeout=900,
             env={"PATH": "/usr/bin:/bin", "NESTLING_STATE": str(tmp_path), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
@@ -207,3 +207,11 @@ def test_a_scaffold_is_installed_by_pip_tested_and_probed(tmp_path: Path) -> Non
     assert "3 passed" in run("pytest", "-p", "no:randomly", str(folder / "tests"))
     played = run("nestling", "episode", "--policy", "noop", "--family", "big_coins", "--json")
     assert '"outcome"' in played
+    small = {
+        "families.training": '["big_coins"]', "outer.steps": 1, "outer.group_size": 2,
+        "outer.held_out.every_steps": 0, "inner.eval_items": 8, "fleet.workers": 2,
+    }  # fmt: skip
+    settings = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    run("nestling", "init", "mine")
+    run("nestling", "run", "mine/recipe.toml", "--out", "run", *settings)
+    assert "big_coins" in (tmp_path / "run/report/episodes.csv").read_text()
