@@ -105,7 +105,11 @@ def _type(field: FieldInfo) -> str:
 def _bound(rule: object) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "pattern": "matches"}
     found = [(sign, getattr(rule, name, None)) for name, sign in signs.items()]
-    return ", ".join(f"{sign} {value}" for sign, value in found if value is not None)
+    return ", ".join(
+        f"{sign} `{value}`" if sign == "matches" else f"{sign} {value}"
+        for sign, value in found
+        if value is not None
+    )
 
 
 def _default(field: FieldInfo) -> str:
