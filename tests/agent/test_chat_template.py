@@ -62,7 +62,7 @@ def test_own_template_gives_the_tokens_of_our_dialect():
 
 
 def test_shipped_agents_template_too():
-    from nestling.wiring import AGENTS_FOLDER
+    from nestling.wiring.agents import AGENTS_FOLDER
 
     template = ChatTemplate.load(AGENTS_FOLDER / "hatchling")
     own = OwnChat(tokenizer=template.tokenizer)

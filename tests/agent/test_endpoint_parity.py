@@ -21,7 +21,7 @@ from nestling.families.registry import ALL, get
 from nestling.outer.config import EmbeddedConfig
 from nestling.outer.learners.embedded import EmbeddedLearner
 from nestling.outer.player import HandleSampler
-from nestling.wiring import agent_folder
+from nestling.wiring.agents import agent_folder
 
 MAX_TURN_TOKENS, MAX_TOTAL_TOKENS = 512, 2048
 

@@ -11,7 +11,7 @@ import pytest
 
 from nestling.bench.agents import read_agent
 from nestling.core.errors import ConfigError
-from nestling.wiring import agent_folder
+from nestling.wiring.agents import agent_folder
 
 from .conftest import START, Run
 

@@ -15,7 +15,7 @@ import pytest
 from nestling.config import load_recipe, recipe_toml
 from nestling.engine.checkpoint import load_model, save_model
 from nestling.store.run_store import RunStore
-from nestling.wiring import agent_folder
+from nestling.wiring.agents import agent_folder
 
 from .conftest import START, Run
 

@@ -17,7 +17,7 @@ from nestling.store.account import Account
 from nestling.store.history import PastJob
 from nestling.store.jobs import NewJob
 from nestling.store.money import Reservation
-from nestling.wiring import plan_run
+from nestling.wiring.plans import plan_run
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from nestling.core.errors import ConfigError
 from nestling.engine.device import describe, expand, free_bytes
 from nestling.engine.stack_plan import StackShape, shape_table
 from nestling.families.bases import get
-from nestling.wiring import refuse_distant_stacks
+from nestling.wiring.checks import refuse_distant_stacks
 
 GIB = 2**30
 

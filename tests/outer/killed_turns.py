@@ -28,7 +28,7 @@ from nestling.outer.player import AgentPlayer
 from nestling.outer.store_log import StoreLog
 from nestling.store.group_commit import GroupCommit
 from nestling.store.run_store import RunStore
-from nestling.wiring import agent_folder
+from nestling.wiring.agents import agent_folder
 
 MAX_TOKENS = 3_000
 NUM_TURNS = 6

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from nestling import wiring
 from nestling.config import RunConfig, load_recipe
 from nestling.core.errors import ConfigError
 from nestling.families.splits import EvalSecret
@@ -20,6 +19,8 @@ from nestling.jobs.bundle import Bundle
 from nestling.jobs.manifest import JobManifest, render_manifest
 from nestling.jobs.outcome import StepRecord
 from nestling.jobs.template import template_job
+from nestling.wiring.checks import check_names
+from nestling.wiring.rooms import open_room
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "two_gpu.toml"
 UNJAILED = "inner.prime_rl.unjailed=true"
@@ -40,10 +41,10 @@ def test_two_gpu_recipe_has_prime_rl_its_bounds_and_vllm() -> None:
 
 def test_unjailed_code_is_a_choice_that_somebody_makes() -> None:
     with pytest.raises(ConfigError, match="unjailed = true"):
-        wiring.check_names(load_recipe(RECIPE))
-    wiring.check_names(load_recipe(RECIPE, [UNJAILED]))
+        check_names(load_recipe(RECIPE))
+    check_names(load_recipe(RECIPE, [UNJAILED]))
     with pytest.raises(ConfigError, match="shipped"):
-        wiring.check_names(load_recipe(RECIPE, [UNJAILED, "models.shipped=true"]))
+        check_names(load_recipe(RECIPE, [UNJAILED, "models.shipped=true"]))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ async def test_a_job_is_trained_by_prime_rl_and_scored_by_a_server(
     manifest = JobManifest.build("tiny", bounds=bounds, max_steps=2, batch_size=16, lora_rank=4)
     files = template_job("ledger").files | {"job.toml": render_manifest(manifest).encode()}
     steps: list[StepRecord] = []
-    async with wiring.open_room(config, tmp_path / "work") as room:
+    async with open_room(config, tmp_path / "work") as room:
         outcome = room.run(Bundle.from_files(files), "ledger", steps.append)
     assert outcome.status == "succeeded", outcome.detail
     assert outcome.train_steps == len(steps) == 2

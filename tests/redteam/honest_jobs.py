@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nestling.config import InnerConfig, RunConfig
 from nestling.redteam.hostile_job import FAMILY, hostile_job, manifest
-from nestling.wiring import Room
+from nestling.wiring.rooms import Room
 
 
 def main(state: Path, work: Path) -> None:

@@ -21,7 +21,7 @@ from nestling.core.rundir import RunDir
 from nestling.outer.plan import EpisodePlan
 from nestling.outer.play import PlayPlan
 from nestling.outer.player import AgentPlayer
-from nestling.wiring import agent_folder, episode_task, open_learner, reference_policy
+from nestling.wiring.agents import agent_folder, episode_task, open_learner, reference_policy
 
 __all__ = ["REFERENCES", "AgentSpec", "model_folder", "open_agent", "read_agent"]
 

@@ -25,7 +25,7 @@ from nestling.outer.store_log import StoreLog
 from nestling.outer.sweep_report import ALL_FAMILIES, Sweep
 from nestling.store import GroupCommit
 from nestling.store.run_store import RunStore
-from nestling.wiring import open_fleet
+from nestling.wiring.fleets import open_fleet
 
 __all__ = ["EFFECT", "NOOP", "OnPlayed", "arm_figures", "compare_agents", "default_folder"]
 

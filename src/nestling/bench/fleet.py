@@ -34,7 +34,8 @@ from nestling.jobs.template import template_job
 from nestling.store import GroupCommit
 from nestling.store.history import PastJob
 from nestling.store.run_store import RunStore
-from nestling.wiring import open_account, open_fleet
+from nestling.wiring.fleets import open_fleet
+from nestling.wiring.state import open_account
 
 __all__ = ["Cell", "JobTime", "matrix", "measure", "prediction_error"]
 

@@ -24,7 +24,7 @@ from nestling.jobs.bundle import Bundle
 from nestling.jobs.manifest import JobManifest, render_manifest
 from nestling.jobs.outcome import Outcome, StepRecord
 from nestling.jobs.template import template_job
-from nestling.wiring import Room, running_stacks
+from nestling.wiring.rooms import Room, running_stacks
 
 __all__ = ["batch", "jobs_of"]
 

@@ -17,7 +17,7 @@ from nestling.inner.baselines import state_folder
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.outcome import Outcome, StepRecord
 from nestling.jobs.probe_report import ProbeReport
-from nestling.wiring import Room, running_stacks
+from nestling.wiring.rooms import Room, running_stacks
 
 __all__ = ["RoomRunner", "room_here"]
 

@@ -25,7 +25,7 @@ from nestling.inner.spread import ReferenceJob, SpreadRow, reference_jobs, sprea
 from nestling.inner.statistics import mean_interval
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.template import EXACT_REWARD, TASKSET_PATH, template_job
-from nestling.wiring import Room
+from nestling.wiring.rooms import Room
 
 __all__ = ["JOBS", "measure", "summarise", "with_bad_rubric"]
 

@@ -25,7 +25,7 @@ def command(recipe: Path, settings: tuple[str, ...], out: Path) -> int:
     The recipe needs `[learner] kind = "tinker"`. The cookbook's logs and checkpoints are in
     OUT/cookbook. It forgets episodes that run when it is interrupted; `nestling run` does not.
     """
-    from nestling.wiring import play_cookbook
+    from nestling.wiring.runs import play_cookbook
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     asyncio.run(play_cookbook(load_recipe(recipe, settings), out))

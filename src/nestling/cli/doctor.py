@@ -298,7 +298,7 @@ def _bases() -> Iterator[Check]:
 
 def _agent() -> Iterator[Check]:
     from nestling.config import AgentConfig
-    from nestling.wiring import agent_folder
+    from nestling.wiring.agents import agent_folder
 
     name = AgentConfig().model
     try:
@@ -319,7 +319,7 @@ def _tinker(model: str, base_url: str, price_file: str) -> Iterator[Check]:
     """Asks the service, which costs nothing."""
     from nestling.config import RunConfig
     from nestling.outer.config import OuterConfig, TinkerConfig
-    from nestling.wiring import learner_findings
+    from nestling.wiring.agents import learner_findings
 
     settings = TinkerConfig(base_model=model, base_url=base_url, price_file=price_file)
     config = RunConfig(learner=settings, outer=OuterConfig(temperature=1.0))

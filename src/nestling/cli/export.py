@@ -32,7 +32,7 @@ def command(run: Path, step: int | None, out: Path, adapter_only: bool, as_json:
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from nestling.outer.export import export_agent
-    from nestling.wiring import agent_folder
+    from nestling.wiring.agents import agent_folder
 
     done = export_agent(
         run,

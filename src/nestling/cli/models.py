@@ -324,7 +324,7 @@ def _open() -> list[dict[str, Any]]:
 
 def _agents() -> list[dict[str, Any]]:
     """An agent has no entry in a catalog: its weights are only counted."""
-    from nestling.wiring import AGENTS_FOLDER
+    from nestling.wiring.agents import AGENTS_FOLDER
 
     found = []
     for folder in sorted(path for path in AGENTS_FOLDER.glob("*") if path.is_dir()):

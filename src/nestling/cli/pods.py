@@ -166,7 +166,7 @@ def simulate_runpod(
 
 
 async def _up(config: RunConfig, folder: Path, number: int) -> float:
-    from nestling.wiring import open_pods
+    from nestling.wiring.runs import open_pods
 
     async with open_pods(config, folder) as provider:
         await provider.sweep()
@@ -191,7 +191,7 @@ async def _down(api_url: str, prefix: str, timeout_s: float) -> Swept:
 
 
 def _account(api_url: str) -> PodList:
-    from nestling.wiring import open_pod_account
+    from nestling.wiring.fleets import open_pod_account
 
     return open_pod_account(api_url)
 

@@ -79,7 +79,7 @@ def _run(
     from nestling.cli.progress import RunProgress
     from nestling.report.page import write_report
     from nestling.trackers.follow import following, tracked
-    from nestling.wiring import RunHooks, play_run
+    from nestling.wiring.runs import RunHooks, play_run
 
     outer = config.outer
     episodes = outer.groups_per_step * outer.group_size
@@ -117,7 +117,7 @@ def _run(
 
 
 def _show_plan(config: RunConfig, folder: Path, *, as_json: bool) -> None:
-    from nestling.wiring import plan_run
+    from nestling.wiring.plans import plan_run
 
     plan = plan_run(config)
     click.echo(recipe_toml(config))

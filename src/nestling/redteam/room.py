@@ -26,7 +26,7 @@ from nestling.jobs.probe_report import ProbeReport
 from nestling.redteam.canary import Canary
 from nestling.redteam.hostile_job import FAMILY, spy_files
 from nestling.redteam.traps import Traps, opened_traps
-from nestling.wiring import Room
+from nestling.wiring.rooms import Room
 
 __all__ = ["NUM_HIDDEN", "SPY_LIMITS", "JobRunnerOfRoom", "Left", "TargetRoom", "opened_room"]
 
