@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nestling.core.clock import SystemClock
-from nestling.core.errors import LearnerError
+from nestling.core.errors import ConfigError, LearnerError
 from nestling.engine.losses import Dppo
 from nestling.engine.optim import AdamW
 from nestling.inner import stack_wire as wire
@@ -58,3 +59,9 @@ def test_a_device_whose_process_is_away_is_passed_over(path: str, tmp_path: Path
         assert job.room("micro").num_jobs == 1
     with pytest.raises(LearnerError, match=r"away\.sock cannot be reached"):
         Stacks(sockets=(away,)).join("micro", SETTINGS, lambda: None)
+
+
+def test_a_model_too_large_for_a_message_says_what_to_change(path: str) -> None:
+    large = np.broadcast_to(np.float32(0), (2**30,))  # takes no memory
+    with pytest.raises(ConfigError, match=r"4294967296 bytes.*inner\.trainer"):
+        Stacks(sockets=(path,)).join_weights("micro", large, lambda: None)

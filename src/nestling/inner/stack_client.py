@@ -55,7 +55,17 @@ class Stacks:
     def join_weights(
         self, base: str, flat: npt.NDArray[np.float32], check: Callable[[], None]
     ) -> StackJob:
-        """A job that plays with weights of its own, float32 in the engine's flat order."""
+        """A job that plays with weights of its own, float32 in the engine's flat order.
+
+        Raises:
+            ConfigError: more weights than one message holds.
+        """
+        if flat.nbytes >= wire.MAX_WEIGHTS_BYTES:
+            raise ConfigError(
+                f"the weights of {base} are {flat.nbytes} bytes; expected fewer than "
+                f"{wire.MAX_WEIGHTS_BYTES} for a model that is scored in a stack; "
+                'set inner.trainer = "embedded" for it'
+            )
         job = self._best(base, check)
         job.join(wire.JoinWeights(base=base, weights=wire.pack_floats(flat)))
         return job
@@ -74,8 +84,9 @@ class Stacks:
     def _best(self, base: str, check: Callable[[], None]) -> StackJob:
         """A connection to the device whose lanes are taken least; equal ones in turn.
 
-        Devices that do not answer, for example while their process is started again, are passed over. Lanes are what a device's memory has room for. Jobs that start together all see empty devices, so the
-        number of their connection decides between equals.
+        Devices that do not answer, for example while their process is started again, are passed over. Lanes
+        are what a device's memory has room for. Jobs that start together all see empty devices, so the number
+        of their connection decides between equals.
         """
         opened, answered, away = list[StackJob](), list[StackJob](), list[LearnerError]()
         rooms = list[wire.Room]()

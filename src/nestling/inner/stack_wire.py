@@ -17,7 +17,7 @@ import numpy.typing as npt
 from nestling.engine.learn import LossStats, StepStats
 
 __all__ = [
-    "MAX_FRAME_BYTES",
+    "MAX_WEIGHTS_BYTES",
     "Answer",
     "AskRoom",
     "Failed",
@@ -44,7 +44,8 @@ __all__ = [
     "pack_ints",
 ]
 
-MAX_FRAME_BYTES: Final = 2**32 - 1
+MAX_WEIGHTS_BYTES: Final = 2**32 - 2**16
+"""Of `JoinWeights`: what a frame's length can say, less the rest of the message."""
 _HEADER: Final = struct.Struct("<I")
 
 
