@@ -143,6 +143,8 @@ async def test_history_keeps_every_sampled_token():
             "after two",
         ),
         ("{{ ''.__class__.__mro__ }}", "fails"),
+        ("{{ messages | dictsort }}", "fails"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
         ("x" * 300_000, "characters"),
     ],
 )

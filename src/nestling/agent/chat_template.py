@@ -31,6 +31,11 @@ _MAX_TEMPLATE_CHARS: Final = 200_000
 _BLANKS: Final = "\t \t"
 """Blanks no glue has, to find out whether the template trims a text."""
 _STAND_IN: Final = re.compile("\ue000([a-z0-9]+)\ue001")
+_FAULTS: Final = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError),
+    *(AttributeError, RecursionError),
+)
+"""What a template may raise: Jinja's own errors, and those of the filters and macros it calls."""
 _PROBE_TOOL: Final = {
     "type": "function",
     "function": {
@@ -182,7 +187,7 @@ class ChatTemplate:
                 add_generation_prompt=prompt,
                 **self._variables,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except _FAULTS as error:
             raise ModelError(
                 f"the chat template fails: {error}; expected one that takes a system message, a user "
                 "message, a tool call and its result; use the template that came with the model"
