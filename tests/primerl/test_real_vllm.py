@@ -16,7 +16,6 @@ import pytest
 from nestling.core.seeds import derive_seed
 from nestling.engine.checkpoint import load_model, save_model
 from nestling.engine.lora import LoraConfig, LoraWeights, save_adapter
-from nestling.engine.model import Model
 from nestling.families import bases
 from nestling.families.hidden_taskset import hidden_taskset
 from nestling.families.item_play import EVAL_SAMPLING
@@ -24,6 +23,7 @@ from nestling.families.splits import dev_items
 from nestling.inner.openai_config import OpenAiConfig
 from nestling.inner.openai_serving import Serving
 from nestling.inner.pinned_base import PinnedBase
+from nestling.jobs.rollout_env import FinalRequest, ScoreRecord
 from nestling.jobs.rollouts import play_env
 from nestling.jobs.verifiers_host import VerifiersHost
 
@@ -57,11 +57,16 @@ def moved(base: Path, folder: Path) -> Path:
     return folder
 
 
-def here(model: Model, seeds: Sequence[int]) -> list[float]:
-    host = VerifiersHost(hidden_taskset("ledger", dev_items("ledger", N)))
-    with closing(host):
-        params = replace(EVAL_SAMPLING, temperature=0.0)
-        return [one.score.reward for one in play_env(model, host, range(N), seeds, params)]
+class Heard(VerifiersHost):
+    """The scorer's own environment, keeping the last turns."""
+
+    def __init__(self) -> None:
+        super().__init__(hidden_taskset("ledger", dev_items("ledger", N)))
+        self.finals: list[tuple[str, str]] = []
+
+    def score(self, finals: Sequence[FinalRequest]) -> list[ScoreRecord]:
+        self.finals += [(final.text, final.stop) for final in finals]
+        return super().score(finals)
 
 
 def test_vllm_answers_as_the_embedded_scorer(serving: Serving, tmp_path: Path) -> None:
@@ -69,9 +74,10 @@ def test_vllm_answers_as_the_embedded_scorer(serving: Serving, tmp_path: Path) -
     seeds = [derive_seed(1, index) for index in range(N)]
     for folder in (base.folder, moved(base.folder, tmp_path / "model")):
         model = base.load_trained(folder)
-        host = VerifiersHost(hidden_taskset("ledger", dev_items("ledger", N)))
-        with closing(host):
-            rows = serving.play(base, "nano", folder, model, host, seeds, EVAL_SAMPLING)
-        assert [row.score.reward for row in rows] == here(model, seeds)
-    assert "vllm" in serving.fingerprint()
-    assert serving.restarts == 0
+        with closing(Heard()) as there, closing(Heard()) as here:
+            served = serving.play(base, "nano", folder, model, there, seeds, EVAL_SAMPLING)
+            played = play_env(model, here, range(N), seeds, replace(EVAL_SAMPLING, temperature=0.0))
+        assert there.finals == here.finals
+        assert [row.score for row in served] == [one.score for one in played]
+        assert len(set(here.finals)) > 1
+        assert serving.restarts == 0

@@ -42,6 +42,8 @@ FIELDS = {
     "top_k": lambda value: value == -1,
     "min_p": is_number(0, 0),
     "repetition_penalty": is_number(1, 1),
+    "skip_special_tokens": lambda value: value is False,
+    "spaces_between_special_tokens": lambda value: value is False,
     "chat_template_kwargs": lambda value: value == {"enable_thinking": False},
 }
 OF_OPENAI = {

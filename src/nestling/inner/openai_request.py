@@ -56,8 +56,8 @@ class SampledTurn:
 def turn_body(turn: AskedTurn, *, model: str, temperature: float, extensions: bool) -> _Json:
     """The body of POST /chat/completions.
 
-    `extensions` adds what OpenAI has no field for: no thinking, and neutral values for what vLLM would otherwise take
-    from the model's own generation_config.json.
+    `extensions` adds what OpenAI has no field for: no thinking, text as it was sampled, and neutral values for what vLLM
+    would otherwise take from the model's own generation_config.json.
     """
     body: _Json = {
         "model": model,
@@ -75,6 +75,9 @@ def turn_body(turn: AskedTurn, *, model: str, temperature: float, extensions: bo
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
+            # The shipped vocabularies have calls as special tokens, which vLLM leaves out unless told otherwise.
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
             "chat_template_kwargs": {"enable_thinking": False},
         }
     return body
