@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -19,7 +22,7 @@ from nestling.fleet.simulate_runpod import simulated_account
 from nestling.fleet.simulate_runpod_script import Script
 from nestling.store import GroupCommit, RunStore
 
-from .conftest import IMAGE, fleet_config
+from .conftest import IMAGE, fleet_config, until
 
 
 async def test_a_worker_may_say_a_lot_at_once(pods) -> None:
@@ -30,11 +33,12 @@ async def test_a_worker_may_say_a_lot_at_once(pods) -> None:
         assert (done.state, done.result, done.tries) == ("done", len(sizes), 1)
 
 
-async def test_one_look_that_is_refused_leaves_the_others_their_watch(tmp_path: Path) -> None:
+@asynccontextmanager
+async def watched(folder: Path, *faults: dict) -> AsyncIterator[tuple]:
+    """Account, API, records and keeper of a run with two pods, a and b."""
     clock = SystemClock()
-    faults = [{"route": "get", "do": "status", "status": 403}]
     script = Script.model_validate({"boot_s": 1e5, "request": faults})
-    async with simulated_account(script, tmp_path, key="the-key") as app:
+    async with simulated_account(script, folder, key="the-key") as app:
         http = RunpodHttp(
             "http://127.0.0.1/v2",
             SecretStr("the-key"),
@@ -43,14 +47,13 @@ async def test_one_look_that_is_refused_leaves_the_others_their_watch(tmp_path: 
             rng=random.Random(0),
         )
         api = RunpodApi(http)
-        config = fleet_config("https://api.example/v2", grace_s=0)
-        with RunStore(tmp_path / "run.db", clock=clock) as store, GroupCommit(store) as writer:
+        config = fleet_config("https://api.example/v2", grace_s=0, tick_s=0.01)
+        ids = dict.fromkeys(("a5000", "a40", "rtx4090", "a6000"), "G")
+        with RunStore(folder / "run.db", clock=clock) as store, GroupCommit(store) as writer:
             records = PodRecords(writer, clock)
             keeper = PodKeeper(
                 api=api,
-                ladder=Ladder(
-                    config.ladder, dict.fromkeys(("a5000", "a40", "rtx4090", "a6000"), "G"), clock
-                ),
+                ladder=Ladder(config.ladder, ids, clock),
                 records=records,
                 config=config,
                 prefix="nestling-1-",
@@ -66,10 +69,35 @@ async def test_one_look_that_is_refused_leaves_the_others_their_watch(tmp_path: 
                 await records.want(name, gpu="a40", cloud="SECURE", usd_per_hour=0.6)
                 pod = await api.create_pod(request, limit_s=5.0)
                 await records.made(name, pod_id=pod.id, usd_per_hour=0.6)
-            await api.delete_pod(records.get("nestling-1-a").pod_id)
-            await records.ending("nestling-1-a", "it is gone, but its address does not say so")
-            app.account.pods[records.get("nestling-1-b").pod_id].forced = "EXITED"
-            await keeper.tick()
-            assert records.get("nestling-1-a").state == "ending"  # not proved gone
-            assert records.get("nestling-1-b").state == "ending"  # seen all the same
+            yield app.account, api, records, keeper
         await http.close()
+
+
+async def test_one_look_that_is_refused_leaves_the_others_their_watch(tmp_path: Path) -> None:
+    refusal = {"route": "get", "do": "status", "status": 403}
+    async with watched(tmp_path, refusal) as (account, api, records, keeper):
+        await api.delete_pod(records.get("nestling-1-a").pod_id)
+        await records.ending("nestling-1-a", "it is gone, but its address does not say so")
+        account.pods[records.get("nestling-1-b").pod_id].forced = "EXITED"
+        await keeper.tick()
+        assert records.get("nestling-1-a").state == "ending"  # not proved gone
+        assert records.get("nestling-1-b").state == "ending"  # seen all the same
+
+
+async def test_a_defect_of_ours_does_not_end_the_watch_over_paid_pods(tmp_path: Path) -> None:
+    async with watched(tmp_path) as (account, api, records, keeper):
+        looks, list_pods = [], api.list_pods
+
+        async def breaks_once() -> list:
+            looks.append(1)
+            if len(looks) == 1:
+                raise KeyError("a defect")
+            return await list_pods()
+
+        api.list_pods = breaks_once
+        account.pods[records.get("nestling-1-b").pod_id].forced = "EXITED"
+        watch = asyncio.ensure_future(keeper.run())
+        await until(lambda: watch.done() or records.get("nestling-1-b") is None)
+        assert not watch.done()
+        watch.cancel()
+        await asyncio.wait([watch])

@@ -88,7 +88,10 @@ class PodKeeper:
         """Tick for ever; slower when the account's rate limits are nearly used up."""
         while True:
             await asyncio.sleep(self._api.http.limits.pace_s(self._config.tick_s))
-            await self.tick()
+            try:
+                await self.tick()
+            except Exception:  # noqa: BLE001 (a defect of ours must not leave paid pods unwatched)
+                _log.exception("a look at the pods failed; the next one comes")
 
     async def tick(self) -> list[str]:
         """One look at everything; returns the names of strays that were ended."""
