@@ -1,6 +1,6 @@
 """Speed and memory on a GPU, part by part: each part is measured alone, kept on disk, and not repeated.
 
-Every part takes minutes at most on one H200, so that a short loan of a machine can be used to the end. With the
+Every part takes minutes at most on one H200, so that a machine rented for a short time is used to the end. With the
 device `cpu` and small sizes all of it runs anywhere.
 """
 
