@@ -37,7 +37,9 @@ ACCOUNT = "needs an account or a key"
 SERVES = "serves until it is stopped; tests/cli and tests/dash start the same commands"
 OTHER_MACHINES = "needs other machines; tests/fleet and tests/runpod have local ones"
 LONG = "takes minutes to hours; the parts are tested with small settings"
-INSTALLS = "installs from an index; tests/docs/test_install.py does it without one"
+INSTALLS = (
+    "installs from an index, which tests do not use; tests/docs/test_install.py installs a wheel"
+)
 FETCHES = "downloads a model; tests/families/test_fetch_open.py does it from local wheels"
 
 NOT_RUN: dict[tuple[str, str], str] = {
@@ -61,6 +63,7 @@ NOT_RUN: dict[tuple[str, str], str] = {
     ("docs/open-models.md", "pip install"): FETCHES,
     ("docs/open-models.md", "nestling job run JOB"): FETCHES,
     ("docs/plumbing.md", "nestling bench"): LONG,
+    ("docs/prime-rl.md", "python -m venv"): INSTALLS,
     ("docs/ray.md", "pip install"): OTHER_MACHINES,
     ("docs/ray.md", "ray start"): OTHER_MACHINES,
     ("docs/ray.md", "kubectl"): OTHER_MACHINES,
