@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError, LearnerError
@@ -316,3 +317,10 @@ def test_key_comes_from_the_environment_alone():
 def test_missing_sdk_names_the_extra():
     with pytest.raises(ConfigError, match=r"nestling\[tinker\]"):
         TinkerService(KEY)
+
+
+@pytest.mark.parametrize("url", ["http://10.0.0.5:8000", "ftp://host", "host:8000"])
+def test_a_key_never_travels_in_the_clear(url):
+    with pytest.raises(ValidationError, match="in the clear"):
+        TinkerConfig(base_model="tiny", base_url=url)
+    TinkerConfig(base_model="tiny", base_url="http://127.0.0.1:8000")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nestling.core.frozen import Frozen
 
 __all__ = ["EmbeddedConfig", "HeldOutConfig", "LossKind", "OuterConfig", "TinkerConfig"]
 
+_LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 LossKind = Literal["importance_sampling", "ppo_clip"]
 
 
@@ -119,7 +121,7 @@ class TinkerConfig(Frozen):
     base_model: str = Field(min_length=1)
     """The service's name of the model that is trained; `agent.model` holds its tokenizer."""
     base_url: str = ""
-    """A Tinker-compatible server; empty: the hosted service."""
+    """A Tinker-compatible server, https unless it is on this machine; empty: the hosted service."""
     lora_rank: int = Field(8, ge=1, le=256)
     """Rank of the adapter that the service trains."""
     seed: int = Field(0, ge=0, lt=2**31)
@@ -142,3 +144,14 @@ class TinkerConfig(Frozen):
     """A copy of the service's `models.json`; empty: the published one."""
     max_usd: float | None = Field(None, gt=0)
     """Estimated cost after which no call is made any more; None: no cap."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _hides_the_key(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if url and parts.scheme != "https" and parts.hostname not in _LOOPBACK:
+            raise ValueError(
+                f"{url!r} would carry the key in the clear; expected https:// (plain http only to this "
+                "machine); write the server's https address"
+            )
+        return url
