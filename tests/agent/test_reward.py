@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,6 @@ from nestling.agent.reward import (
     RewardWeights,
     Terms,
     compute_terms,
-    mean_no_op_reward,
     no_op_reward,
     shown_gain,
     uplift_term,
@@ -126,7 +127,7 @@ def test_paired_withholds_validation_when_agent_code_killed_the_job() -> None:
 
 def test_published_no_op_line() -> None:
     """0.35 + 0.15 best_pre is 0.425 on the mean; with the speed term 0.475; triage 0.40 to 0.45."""
-    with_speed = mean_no_op_reward(PUBLISHED_BEST_PRE)
+    with_speed = fmean(no_op_reward(score) for score in PUBLISHED_BEST_PRE.values())
     assert with_speed == pytest.approx(0.35 + 0.15 * 0.5012 + 0.05)
     assert with_speed == pytest.approx(0.475, abs=0.005)
     assert with_speed - 0.05 == pytest.approx(0.43, abs=0.006)

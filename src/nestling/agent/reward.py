@@ -7,7 +7,6 @@ that trains nothing still earns its validation, a quarter of its untrained score
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import pairwise
 from typing import Literal
 
@@ -22,7 +21,6 @@ __all__ = [
     "RewardWeights",
     "Terms",
     "compute_terms",
-    "mean_no_op_reward",
     "no_op_reward",
     "paired_reward",
     "seed_reward",
@@ -208,17 +206,6 @@ def no_op_reward(
         + used.quality * used.post_share * best_pre
         + used.speed
     )
-
-
-def mean_no_op_reward(
-    best_pre: Mapping[str, float],
-    *,
-    kind: RewardKind = "seed",
-    weights: RewardWeights | None = None,
-) -> float:
-    """The no-op line averaged over families, each with its best untrained score."""
-    rewards = [no_op_reward(score, kind=kind, weights=weights) for score in best_pre.values()]
-    return sum(rewards) / len(rewards)
 
 
 def _nothing_submitted(kind: RewardKind, weights: RewardWeights) -> Terms:

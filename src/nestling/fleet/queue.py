@@ -206,11 +206,6 @@ class JobQueue:
         """Give out no more jobs; those that run may finish, those that wait stay queued."""
         self._draining = True
 
-    @property
-    def is_draining(self) -> bool:
-        """Whether the queue has stopped giving out jobs."""
-        return self._draining
-
     def _much_waits(self, lane: str, limit: int) -> bool:
         """Whether more than `limit` jobs wait; counted anew only when that can have changed.
 
