@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from nestling.core.errors import ConfigError, JobFailedError, ModelError
+from nestling.core.heap import trim_heap
 from nestling.families.splits import EvalSecret
 from nestling.inner.score_wire import (
     MAX_LINE_BYTES,
@@ -70,6 +71,7 @@ def _answer(scoring: Scoring, requests: BinaryIO, replies: BinaryIO) -> None:
         except JobFailedError as error:
             reply = Refused(reason=error.reason, detail=error.detail[:2000])
         _send(replies, reply)
+        trim_heap()
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from nestling.core.clock import Clock, SystemClock
 from nestling.core.errors import JailError, JobFailedError
+from nestling.core.heap import trim_heap
 from nestling.core.seeds import derive_seed
 from nestling.engine.checkpoint import Model, load_model, save_model
 from nestling.engine.learn import LossStats, StepStats, TrainRow
@@ -59,6 +60,12 @@ class EmbeddedTrainer:
 
     def train(self, request: TrainRequest, log: StepLog) -> TrainResult:
         """See `Trainer.train`."""
+        try:
+            return self._train(request, log)
+        finally:
+            trim_heap()  # the scorer works next, and other workers are at their peak
+
+    def _train(self, request: TrainRequest, log: StepLog) -> TrainResult:
         meter = CpuMeter()
         deadline = Deadline(self._clock, request.limits.wall_s, "train.timeout")
         model = load_model(request.base_folder, self._device)

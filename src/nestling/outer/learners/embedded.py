@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nestling.core.errors import LearnerError, NestlingError
+from nestling.core.heap import trim_heap
 from nestling.engine.learn import (
     AdamW,
     ImportanceSampling,
@@ -193,6 +194,7 @@ class EmbeddedLearner:
                 f"advantage; lower the learning rate or resume from the last step"
             )
         self._version += 1
+        trim_heap()
         return StepStats(version=self._version, learning_rate=lr, grad_norm=stats.grad_norm)
 
     def _save(self, name: str) -> str:
