@@ -162,7 +162,7 @@ def _comparable(config: RunConfig) -> RunConfig:
 
 
 def _terms(summary: Summary | None) -> dict[str, float] | None:
-    """The parts of the mean reward; they add up to it."""
+    """Means of the three terms, before their weights."""
     if summary is None:
         return None
     return {
