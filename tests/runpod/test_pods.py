@@ -124,7 +124,7 @@ async def test_workers_that_cannot_start_end_the_run_with_their_words(pods) -> N
     group = caught.value.exceptions[0]
     assert isinstance(group, ExceptionGroup)
     assert "the accelerator is on fire" in str(group.exceptions[0])
-    assert len(room.account.pods) == 2
+    assert len(room.account.pods) in (2, 3)  # one may be on its way when the pool gives up
     assert room.account.live_pods() == []
 
 
