@@ -61,6 +61,19 @@ def test_a_device_whose_process_is_away_is_passed_over(path: str, tmp_path: Path
         Stacks(sockets=(away,)).join("micro", SETTINGS, lambda: None)
 
 
+def test_a_model_that_cannot_be_written_is_told_in_the_words_of_the_system(
+    path: str, tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    stacks = Stacks(sockets=(path,))
+    with closing(stacks.join("micro", SETTINGS, lambda: None)) as job:
+        with pytest.raises(LearnerError, match=r"model\.safetensors cannot be written"):
+            job.save(str(tmp_path))
+    with closing(stacks.join("micro", SETTINGS, lambda: None)) as job:
+        assert job.room("micro").num_jobs == 1
+        assert job.save(str(tmp_path / "elsewhere")).is_finite
+
+
 def test_a_model_too_large_for_a_message_says_what_to_change(path: str) -> None:
     large = np.broadcast_to(np.float32(0), (2**30,))  # takes no memory
     with pytest.raises(ConfigError, match=r"4294967296 bytes.*inner\.trainer"):

@@ -491,7 +491,10 @@ class Stack:
         weights, base = job.trained.merged(), self._model.weights
         is_finite = bool(weights.flat.isfinite().all())
         if is_finite:
-            save_model(folder, Model(weights.config, weights, self._model.tokenizer))
+            try:
+                save_model(folder, Model(weights.config, weights, self._model.tokenizer))
+            except OSError as error:
+                raise JobFailedError("stack.disk", str(error)) from error
         difference: Tensor = weights.flat.double() - base.flat.double()
         self._events.append(
             Saved(

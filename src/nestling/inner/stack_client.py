@@ -233,7 +233,11 @@ class StackJob:
         return reply.loss, reply.step
 
     def save(self, folder: str) -> wire.Saved:
-        """Have the trained model written."""
+        """Have the trained model written.
+
+        Raises:
+            LearnerError: it cannot be, for example on a full disk; the job may be tried again.
+        """
         self._send(wire.Save(folder=folder))
         reply = self._receive(wire.Saved)
         self._busy_s = reply.busy_s
@@ -280,6 +284,8 @@ class StackJob:
         if isinstance(message, wire.Failed):
             if message.reason == "stack.config":
                 raise ConfigError(message.detail)
+            if message.reason == "stack.disk":  # no fault of the job
+                raise LearnerError(message.detail)
             raise JobFailedError(message.reason, message.detail)
         return message
 

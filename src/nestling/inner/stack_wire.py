@@ -69,7 +69,7 @@ class Join(_Message, frozen=True):
 
     base: str
     settings: str
-    """JSON of `inner.stack_client.LearnSettings`."""
+    """JSON of `inner.stack_settings.LearnSettings`."""
 
 
 class JoinWeights(_Message, frozen=True):
