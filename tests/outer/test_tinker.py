@@ -152,6 +152,54 @@ async def test_cost_is_counted_and_capped(tinker):
         tinker(max_usd=1.0)
 
 
+async def test_episodes_that_play_together_do_not_pass_the_cap(tinker):
+    most = Usage(prefill=len(PROMPT), sample=6)
+    learner = tinker(prices=PRICES, max_usd=PRICES.usd(most) * 3.5)
+    handle = await learner.publish()
+    made, before = [], len(tinker.service.timeouts)
+
+    async def turn(n):
+        ask = {"session": f"{n}", "seed": n, "max_tokens": 6, "temperature": 1.0}
+        try:
+            made.append(await learner.sample(handle, PROMPT, **ask))
+        except TinkerFaultError as error:
+            assert error.kind == "budget"  # noqa: PT017 (counted below)
+
+    async with asyncio.TaskGroup() as tasks:
+        for n in range(8):
+            tasks.create_task(turn(n))
+    assert len(made) == len(tinker.service.timeouts) - before == 3
+    used = sum(len(one.ids) for one in made)
+    assert learner.usage == Usage(prefill=3 * len(PROMPT), sample=used)
+
+
+async def test_what_a_killed_process_spent_is_on_disk(tinker):
+    """Another learner reads the folder of one that is not closed, as after a kill."""
+    learner = tinker(prices=PRICES)
+    await step(learner)
+    assert tinker().usage == learner.usage
+    handle, real = await learner.publish(), tinker.service.sample
+    call = Hangs()
+    tinker.service.sample = lambda *args, **options: call
+    turn = learner.sample(handle, PROMPT, session="s", seed=0, max_tokens=9, temperature=1.0)
+    under_way = asyncio.ensure_future(turn)
+    await asyncio.to_thread(call.started.wait, 30)
+    most = learner.usage + Usage(prefill=len(PROMPT), sample=9)
+    assert tinker().usage == most
+    under_way.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await under_way
+    assert learner.usage == tinker().usage == most  # the service may go on with it
+    tinker.service.sample = real
+    batch = await rows(learner)
+    before = learner.usage
+    tinker.service.forward_backward = lambda *args: Hangs(error=StatusError(500)).ended()
+    with pytest.raises(TinkerFaultError, match="500"):
+        await learner.forward_backward(batch, LossSpec())
+    trained = sum(len(row.ids) - 1 for row in batch)
+    assert tinker().usage == before + Usage(train=trained)
+
+
 class Hangs:
     """A call that takes until it is told to go on."""
 
@@ -169,6 +217,10 @@ class Hangs:
     def cancel(self):
         self.cancelled = True
         self.go.set()
+
+    def ended(self):
+        self.go.set()
+        return self
 
 
 @pytest.fixture
@@ -270,6 +322,8 @@ async def test_turn_that_took_too_long_is_asked_for_again(tinker):
     answer = await learner.sample(handle, PROMPT, seed=2**40 + 5, **ask)
     assert answer.ids
     assert calls == [5, 5]
+    # The first try is counted as if it had been played to its end.
+    assert learner.usage == Usage(prefill=2 * len(PROMPT), sample=4 + len(answer.ids))
     service.sample = lambda *args, **options: Hangs()
     with pytest.raises(TinkerFaultError) as caught:
         await learner.sample(handle, PROMPT, seed=1, **ask)

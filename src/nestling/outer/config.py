@@ -143,7 +143,7 @@ class TinkerConfig(Frozen):
     price_file: str = ""
     """A copy of the service's `models.json`; empty: the published one."""
     max_usd: float | None = Field(None, gt=0)
-    """Estimated cost after which no call is made any more; None: no cap."""
+    """Estimated cost that no call may pass, each at the most it could cost; None: no cap."""
 
     @field_validator("base_url")
     @classmethod

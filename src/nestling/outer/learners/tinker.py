@@ -33,6 +33,7 @@ from nestling.outer.learners.tinker_calls import Caller
 from nestling.outer.learners.tinker_faults import Pause, PauseWatch, TinkerFaultError
 from nestling.outer.learners.tinker_prices import Prices, Usage
 from nestling.outer.learners.tinker_service import AdamSettings, Pending, Service
+from nestling.outer.learners.tinker_spending import Spending
 from nestling.outer.learners.tinker_states import SavedState, StateFolder
 
 __all__ = ["TEMPERATURE", "TinkerHandle", "TinkerLearner"]
@@ -76,20 +77,14 @@ class TinkerLearner:
         clock: Clock | None = None,
         hidden: tuple[str, ...] = (),
     ) -> None:
-        if config.max_usd is not None and prices is None:
-            raise LearnerError(
-                f"learner.max_usd={config.max_usd:g} needs the prices of {config.base_model}; expected "
-                "a price file that lists it; name one in learner.price_file or remove the cap"
-            )
         self._service = service
         self._states = StateFolder(folder)
         self._config = config
         self._stop_ids = tuple(stop_ids)
-        self._prices = prices
+        self._spending = Spending(self._states, prices, config.max_usd, config.base_model)
         used = clock or SystemClock()
         self._watch = PauseWatch(used, on_pause, secrets=hidden)
         self._caller = Caller(self._watch, used, heartbeat_s=config.heartbeat_s, secrets=hidden)
-        self._usage = self._reported = self._states.read_usage()
         self._training: Any = None
         self._state_path: str | None = None
         self._base: Any = None
@@ -102,21 +97,11 @@ class TinkerLearner:
     @property
     def usage(self) -> Usage:
         """Tokens spent by the run so far."""
-        return self._usage
+        return self._spending.used
 
     def costs(self) -> dict[str, float]:
         """What was spent since the last call, by metric name; USD only where prices are known."""
-        step = self._usage - self._reported
-        self._reported = self._usage
-        found = {
-            "learner/prefill_tokens": float(step.prefill + step.cached_prefill),
-            "learner/sample_tokens": float(step.sample),
-            "learner/train_tokens": float(step.train),
-        }
-        if self._prices is not None:
-            found["learner/step_usd"] = self._prices.usd(step)
-            found["learner/total_usd"] = self._prices.usd(self._usage)
-        return found
+        return self._spending.costs()
 
     async def sample(
         self,
@@ -132,7 +117,7 @@ class TinkerLearner:
         if not isinstance(handle, TinkerHandle):
             raise LearnerError(f"{handle!r} was not published by this learner")
         _check_temperature(temperature)
-        self._check_budget()
+        most = Usage(prefill=len(ids), sample=max_tokens)
         for attempt in range(1, self._config.sample_attempts + 1):
             pending = self._service.sample(
                 handle.client,
@@ -142,14 +127,18 @@ class TinkerLearner:
                 stop_ids=self._stop_ids,
             )
             try:
-                answer = await self._caller.call("sample", self._config.sample_timeout_s, pending)
+                with self._spending.reserve(most) as bill:
+                    timeout_s = self._config.sample_timeout_s
+                    answer = await self._caller.call("sample", timeout_s, pending)
+                    cached = min(answer.cached_tokens, len(ids))
+                    bill.used = Usage(
+                        prefill=len(ids) - cached, cached_prefill=cached, sample=len(answer.ids)
+                    )
                 break
             except TinkerFaultError as error:
                 if error.kind != "timeout" or attempt == self._config.sample_attempts:
                     raise
                 logger.warning("tinker: turn of %d tokens asked for again: %s", len(ids), error)
-        cached = min(answer.cached_tokens, len(ids))
-        self._spend(prefill=len(ids) - cached, cached_prefill=cached, sample=len(answer.ids))
         if not answer.ids or len(answer.ids) != len(answer.logprobs):
             raise TinkerFaultError(
                 "failed",
@@ -162,7 +151,6 @@ class TinkerLearner:
         if not any(any(row.sampled) for row in rows):
             raise LearnerError(f"{len(rows)} rows without a sampled token; expected at least one")
         _check_temperature(loss.temperature)
-        self._check_budget()
         kept = [row for row in rows if row.advantage and any(row.sampled)]
         if not kept:
             raise LearnerError(
@@ -180,8 +168,8 @@ class TinkerLearner:
         kind, config = tinker_loss.on_the_wire(loss)
         client = await self._training_client()
         pending = self._service.forward_backward(client, data, kind, config)
-        logprobs = await self._train_call("forward_backward", pending)
-        self._spend(train=sum(len(one.ids) - 1 for one in data))
+        with self._spending.reserve(Usage(train=sum(len(one.ids) - 1 for one in data))):
+            logprobs = await self._train_call("forward_backward", pending)
         stats = tinker_loss.stats(kept, logprobs, loss, references)
         self._pending_tokens += stats.num_tokens
         return stats
@@ -231,7 +219,6 @@ class TinkerLearner:
             order=self._order,
         )
         self._states.write(name, state)
-        self._states.write_usage(self._usage)
         await self._thin_out()
         return name
 
@@ -257,7 +244,6 @@ class TinkerLearner:
     def close(self) -> None:
         """Stop listening to the SDK; may be called twice."""
         self._watch.close()
-        self._states.write_usage(self._usage)
 
     async def _handle(self, version: int, path: str | None) -> TinkerHandle:
         client = await (self._base_sampler() if path is None else self._sampler(path))
@@ -299,16 +285,18 @@ class TinkerLearner:
         """Of the base model, [len(ids) - 1] for each row."""
         base = await self._base_sampler()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                asked = [
-                    tasks.create_task(
-                        self._train_call("compute_logprobs", self._service.logprobs(base, row.ids))
-                    )
-                    for row in rows
-                ]
+            with self._spending.reserve(Usage(prefill=sum(len(row.ids) for row in rows))):
+                async with asyncio.TaskGroup() as tasks:
+                    asked = [
+                        tasks.create_task(
+                            self._train_call(
+                                "compute_logprobs", self._service.logprobs(base, row.ids)
+                            )
+                        )
+                        for row in rows
+                    ]
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group
-        self._spend(prefill=sum(len(row.ids) for row in rows))
         return [task.result() for task in asked]
 
     async def _train_call(self, what: str, pending: Pending[T]) -> T:
@@ -339,16 +327,6 @@ class TinkerLearner:
                 "resume with the settings the run began with"
             )
         return state
-
-    def _spend(self, **tokens: int) -> None:
-        self._usage = self._usage + Usage(**tokens)
-
-    def _check_budget(self) -> None:
-        cap = self._config.max_usd
-        if cap is not None and self._prices is not None:
-            spent = self._prices.usd(self._usage)
-            if spent >= cap:
-                raise TinkerFaultError("budget", f"{spent:.2f} USD of max_usd={cap:g} are spent")
 
 
 def _check_temperature(temperature: float) -> None:

@@ -1,8 +1,7 @@
 """What a run spends at the service: tokens counted here, prices from the file the service publishes.
 
 The file is a JSON list with one object per model: `tinker_id` and, as text like "$1.87", USD per
-million tokens for `prefill`, `cached_prefill`, `sample` and `train`. An estimate, not a bill: calls
-that fail after the service did the work are not seen.
+million tokens for `prefill`, `cached_prefill`, `sample` and `train`. An estimate, not a bill.
 """
 
 from __future__ import annotations

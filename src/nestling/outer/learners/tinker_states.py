@@ -1,6 +1,7 @@
 """What the run folder keeps of states that live on the service: one small JSON file each.
 
-`<name>.json` names the checkpoints of a saved state, `usage.json` what was spent so far. No secrets.
+`<name>.json` names the checkpoints of a saved state, `usage.json` what was spent, calls under way at
+their most. No secrets.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class StateFolder:
         return sorted(((name, self.read(name)) for name in names), key=lambda one: one[1].order)
 
     def write_usage(self, usage: Usage) -> None:
-        """Remember what was spent so far."""
+        """Remember what was spent; on disk when it returns."""
         self._put(self._folder / _USAGE, usage.model_dump_json())
 
     def read_usage(self) -> Usage:
