@@ -59,7 +59,7 @@ def tiles(view: RunView) -> list[Tile]:
             "Held-out gain",
             gain,
             f"over {gain.n} pair{'' if gain.n == 1 else 's'}"
-            + (f", p = {gain.p_value:.3g}" if gain.p_value else "")
+            + (f", p = {gain.p_value:.3g}" if gain.p_value is not None else "")
             if gain
             else "no trained checkpoint measured yet",
             signed=True,

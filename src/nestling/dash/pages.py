@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from nestling import __version__
 from nestling.dash import chart, overview
 from nestling.dash.chart import Line, Point, line_chart, line_of
@@ -23,6 +21,7 @@ from nestling.report import shown
 from nestling.report.arithmetic import formula_lines, reward_lines
 from nestling.report.headline import held_out_scope, last_checkpoint
 from nestling.report.reference_rows import is_checkpoint
+from nestling.report.rendering import environment
 from nestling.report.run_data import RunData
 from nestling.report.run_info import flatten
 from nestling.report.verdicts import limits, state_line, verdicts
@@ -53,21 +52,8 @@ class Pages:
     """The templates, ready to render."""
 
     def __init__(self) -> None:
-        self._environment = Environment(
-            loader=PackageLoader("nestling.dash"),
-            autoescape=True,
-            undefined=StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
+        self._environment = environment("nestling.dash")
         self._environment.filters.update(
-            number=shown.number,
-            percent=shown.percent,
-            estimate=shown.estimate,
-            duration=shown.duration,
-            moment=shown.moment,
-            usd=shown.usd,
-            visible=shown.visible,
             signed=_signed,
             clock=_clock,
             spaced=lambda text: str(text).replace("_", " "),

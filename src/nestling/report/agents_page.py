@@ -20,7 +20,7 @@ from nestling.report.figures.drawing import (
     drawing,
     panels,
 )
-from nestling.report.page import environment
+from nestling.report.rendering import environment
 from nestling.report.shown import visible
 from nestling.report.table import Table, estimate_cells, estimate_columns
 
@@ -85,7 +85,7 @@ def agents_page(
     pooled = [row for row in rows if row.family == scopes[0]]
     figures = [_rewards(pooled), _gains(pooled, against)]
     return (
-        environment()
+        environment("nestling.report")
         .get_template("agents.html")
         .render(
             rows=rows,

@@ -11,7 +11,8 @@ from nestling import __version__
 from nestling.core.rundir import write_atomic
 from nestling.report.compare import Compared, compare_runs, differing_settings
 from nestling.report.figures.comparing import compare_all
-from nestling.report.page import environment, write_figures
+from nestling.report.page import write_figures
+from nestling.report.rendering import environment
 from nestling.report.table import Cell, Table, estimate_cells, estimate_columns
 from nestling.report.verdicts import state_line
 
@@ -28,7 +29,7 @@ def write_comparison(folders: Sequence[Path], out: Path, *, png: bool = False) -
     figures = compare_all(runs, differences)
     write_figures(out.parent, figures, png=png)
     page = (
-        environment()
+        environment("nestling.report")
         .get_template("compare.html")
         .render(
             runs=runs,

@@ -6,25 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from nestling import __version__
 from nestling.core.rundir import write_atomic
-from nestling.report import shown
 from nestling.report.arithmetic import formula_lines
 from nestling.report.figures import Drawing, draw_all
 from nestling.report.figures.inner_curve import inner_curve
 from nestling.report.gather import gather
 from nestling.report.headline import held_out_scope
 from nestling.report.listings import episode_table, job_table, step_listing
+from nestling.report.rendering import environment
 from nestling.report.run_data import RunData
 from nestling.report.run_info import flatten
 from nestling.report.samples import EpisodeDetail, pick_episodes, read_details
 from nestling.report.summary import summarise_run
 from nestling.report.verdicts import limits, state_line, verdicts
 
-__all__ = ["MAX_LISTED", "environment", "render_page", "write_figures", "write_report"]
+__all__ = ["MAX_LISTED", "render_page", "write_figures", "write_report"]
 
 MAX_LISTED = 400
 """Rows of the job and episode lists on the page; the CSV files have all of them."""
@@ -74,27 +73,6 @@ def write_figures(folder: Path, figures: Sequence[Drawing], *, png: bool) -> Non
             write_atomic(folder / "figures" / f"{figure.name}.png", figure.png())
 
 
-def environment() -> Environment:
-    """Templates that escape by default, with the filters of `shown`."""
-    made = Environment(
-        loader=PackageLoader("nestling.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.filters.update(
-        number=shown.number,
-        percent=shown.percent,
-        estimate=shown.estimate,
-        duration=shown.duration,
-        moment=shown.moment,
-        usd=shown.usd,
-        visible=shown.visible,
-    )
-    return made
-
-
 def render_page(data: RunData, figures: Sequence[Drawing], details: Sequence[EpisodeDetail]) -> str:
     """The page as text."""
     episodes = [
@@ -102,7 +80,7 @@ def render_page(data: RunData, figures: Sequence[Drawing], details: Sequence[Epi
         for index, detail in enumerate(details, start=1)
     ]
     return (
-        environment()
+        environment("nestling.report")
         .get_template("page.html")
         .render(
             data=data,

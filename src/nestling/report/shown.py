@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from nestling.outer.stats import Estimate
 
-__all__ = ["duration", "estimate", "moment", "number", "percent", "usd", "visible"]
+__all__ = ["duration", "estimate", "moment", "number", "p_value", "percent", "usd", "visible"]
 
 NOTHING = "–"
 _MAX_CHARS = 20_000
@@ -33,6 +33,11 @@ def estimate(value: Estimate | None, digits: int = 3) -> str:
         return _fixed(value.mean, digits)
     ends = f"[{_fixed(value.lo, digits)}, {_fixed(value.hi, digits)}]"
     return f"{_fixed(value.mean, digits)} {ends}"
+
+
+def p_value(value: Estimate | None) -> str:
+    """Of a paired difference; a dash where there was no test."""
+    return NOTHING if value is None or value.p_value is None else f"{value.p_value:.3g}"
 
 
 def duration(seconds: float | None) -> str:
