@@ -7,6 +7,7 @@ about a job carries the lease token it was given.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -25,6 +26,7 @@ __all__ = [
     "Stop",
     "ToWorker",
     "Work",
+    "artifacts_of",
     "decode_from_worker",
     "decode_to_worker",
     "encode",
@@ -33,6 +35,7 @@ __all__ = [
 
 HEADER_BYTES: Final = 4
 _MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
+_ARTIFACT_KEYS: Final = ("bundle",)
 
 
 class _Message(
@@ -103,6 +106,12 @@ FromWorker = Ready | Beat | Stage | Progress | Done | Failed
 _encoder = msgspec.json.Encoder()
 _to_worker: msgspec.json.Decoder[ToWorker] = msgspec.json.Decoder(ToWorker)
 _from_worker: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+
+
+def artifacts_of(payload: Mapping[str, Any]) -> Sequence[str]:
+    """Names of the artifacts that a job's payload needs, for a worker that must be brought them."""
+    values = (payload.get(key) for key in _ARTIFACT_KEYS)
+    return [value for value in values if isinstance(value, str)]
 
 
 def encode(message: ToWorker | FromWorker) -> bytes:

@@ -23,6 +23,7 @@ from nestling.fleet.messages import (
     Ready,
     Stop,
     Work,
+    artifacts_of,
     decode_from_worker,
     decode_to_worker,
 )
@@ -45,8 +46,6 @@ from nestling.fleet.pod_wire import (
 
 __all__ = ["Supervisor"]
 
-_ARTIFACT_KEYS = ("bundle",)
-"""Keys of a job's payload whose value names an artifact that the worker reads."""
 _PAUSE_S = 0.2
 _MAX_PAUSE_S = 5.0
 
@@ -215,10 +214,9 @@ class Supervisor:
         False: the controller that gave this job is gone.
         """
         session = self._session
-        for key in _ARTIFACT_KEYS:
-            digest = work.payload.get(key)
+        for digest in artifacts_of(work.payload):
             so_far = bytearray()
-            while isinstance(digest, str) and not self._folder.artifacts.has(digest):
+            while not self._folder.artifacts.has(digest):
                 try:
                     data = await self._client.fetch(digest, so_far)
                 except NotEnrolledError:

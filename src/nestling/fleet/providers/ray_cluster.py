@@ -38,6 +38,7 @@ from nestling.fleet.messages import (
     FromWorker,
     ToWorker,
     Work,
+    artifacts_of,
     decode_from_worker,
     encode,
     frame_length,
@@ -69,8 +70,6 @@ _END_S: Final = 14.0
 _CLOSE_S: Final = 22.0
 """A little more than the gateway takes for its own end."""
 _RETRY_S: Final = 2.0
-_ARTIFACT_KEYS: Final = ("bundle",)
-"""Keys of a job's payload whose value names an artifact that the worker reads."""
 
 _log = logging.getLogger(__name__)
 _from_gateway: msgspec.msgpack.Decoder[FromGateway] = msgspec.msgpack.Decoder(FromGateway)
@@ -131,7 +130,7 @@ class RayNode:
     async def send(self, message: ToWorker) -> None:
         """Hand a message over, and before it what the job needs; `FleetError` when it is gone."""
         if isinstance(message, Work):
-            for digest in _artifact_names(message.payload):
+            for digest in artifacts_of(message.payload):
                 data = await asyncio.to_thread(self._slots.artifacts.get, digest)
                 await self._say(Keep(life=self.life, digest=digest, data=data))
         await self._say(Write(life=self.life, data=encode(message)))
@@ -458,10 +457,6 @@ class _Gateway:
             self._answer.set_result(Gone(life=0, why=""))
         for node in self._nodes.values():
             node.hear(Gone(life=node.life, why="the connection to the Ray cluster was lost"))
-
-
-def _artifact_names(payload: Mapping[str, Any]) -> Sequence[str]:
-    return [payload[key] for key in _ARTIFACT_KEYS if isinstance(payload.get(key), str)]
 
 
 def _environment() -> dict[str, str]:

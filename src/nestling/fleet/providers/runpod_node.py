@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from nestling.core.errors import FleetError
-from nestling.fleet.messages import FromWorker, Stop, ToWorker, Work
+from nestling.fleet.messages import FromWorker, Stop, ToWorker, Work, artifacts_of
 from nestling.fleet.pod_link import PodLink
 
 __all__ = ["PodNode"]
-
-_ARTIFACT_KEYS = ("bundle",)
-"""Keys of a job's payload whose value names an artifact that the pod may fetch."""
 
 
 class PodNode:
@@ -27,8 +24,7 @@ class PodNode:
         """Hand a message over; `FleetError` when the worker is gone."""
         self._check()
         if isinstance(message, Work):
-            values = (message.payload.get(key) for key in _ARTIFACT_KEYS)
-            self.link.artifacts.update(value for value in values if isinstance(value, str))
+            self.link.artifacts.update(artifacts_of(message.payload))  # it may fetch these
         self.is_told_to_stop |= isinstance(message, Stop)
         self.link.tell(message)
 
