@@ -1,4 +1,4 @@
-"""Pods that nothing holds back from ending: not a failed install, not a process that cannot be killed."""
+"""Pods that nothing holds back from ending: not a broken image, not a process that cannot be killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,16 @@ from nestling.fleet.pod_child import PodChild, PodFolder
 from nestling.fleet.providers.runpod_request import pod_command
 
 
-def test_pod_that_cannot_install_ends_itself(tmp_path: Path) -> None:
+def python_in(folder: Path, options: str) -> str:
+    """PATH with this Python as `python`, called with `options`."""
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {options} "$@"\n')
+    python.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("install", [["verifiers==0.4.0"], []], ids=["install", "image"])
+def test_pod_without_the_worker_ends_itself(install: list[str], tmp_path: Path) -> None:
     """A container whose command exits is started again and billed on, whoever watches."""
     asked: queue.Queue[tuple[str, str, dict[str, str]]] = queue.Queue()
 
@@ -35,22 +44,16 @@ def test_pod_that_cannot_install_ends_itself(tmp_path: Path) -> None:
         def log_message(self, *_: object) -> None:
             pass
 
-    python = tmp_path / "python"
-    real = shlex.quote(sys.executable)
-    python.write_text(
-        f'#!/bin/sh\n[ "$2" = pip ] && exit 1\n[ "$1" = -c ] || exit 7\nexec {real} "$@"\n'
-    )
-    python.chmod(0o755)
     with HTTPServer(("127.0.0.1", 0), Account) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         environment = {
-            "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
+            "PATH": python_in(tmp_path, "-I -S"),  # the standard library alone
             "NESTLING_POD": json.dumps({"api_url": f"http://127.0.0.1:{server.server_port}/v2"}),
             "RUNPOD_POD_ID": "pod7",
             "RUNPOD_API_KEY": "its-key",
         }
         pod = subprocess.Popen(
-            pod_command(["verifiers==0.4.0"], give_up_s=0.0),
+            pod_command(install, give_up_s=0.0),
             env=environment,
             start_new_session=True,
         )
@@ -62,6 +65,20 @@ def test_pod_that_cannot_install_ends_itself(tmp_path: Path) -> None:
             os.killpg(pod.pid, signal.SIGKILL)
             pod.wait()
             server.shutdown()
+
+
+def test_pod_with_the_worker_starts_it(tmp_path: Path) -> None:
+    """It has been told nothing and has no account to ask, so it says that and exits."""
+    done = subprocess.run(
+        pod_command([], give_up_s=0.0),
+        env={"PATH": python_in(tmp_path, "")},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "NESTLING_POD does not say whose pod this is" in done.stderr
 
 
 class Stuck:

@@ -17,8 +17,9 @@ from nestling.fleet.providers.runpod_ladder import Step
 
 __all__ = ["PodRun", "pod_command", "pod_request"]
 
+_WORKER = "nestling.fleet.pod_worker"
 _AGAIN_S = 10
-"""Between two tries to install."""
+"""Between two tries to get ready."""
 _END = f"""\
 import json, os, time, urllib.request
 url = json.loads(os.environ[{BOOT_VARIABLE!r}])["api_url"]
@@ -36,7 +37,7 @@ while True:
         print(error, flush=True)
     time.sleep(20)
 """
-"""What `pod_worker` does at its end, for a pod where it could not be installed: the standard library alone."""
+"""What `pod_worker` does at its end, for a pod where it cannot be started: the standard library alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,18 +82,14 @@ def pod_request(name: str, step: Step, config: RunpodFleet, run: PodRun) -> PodR
 
 
 def pod_command(install: Sequence[str], give_up_s: float = 900.0) -> list[str]:
-    """What the container runs: the pinned requirements first, if any, then the worker.
+    """What the container runs: the pinned requirements first, if any, then the worker, if it can be imported.
 
-    Installing is tried again and again; after `give_up_s` without success the pod ends itself, as a container whose
+    Both are tried again and again; after `give_up_s` without success the pod ends itself, as a container whose
     command exits is started again and billed on.
     """
-    worker = "exec python -m nestling.fleet.pod_worker"
-    if not install:
-        return ["bash", "-c", worker]
-    wanted = " ".join(f"'{requirement}'" for requirement in install)
+    ready = f"python -c 'import {_WORKER}'"
+    if install:
+        wanted = " ".join(f"'{requirement}'" for requirement in install)
+        ready = f"python -m pip install --no-input {wanted} && {ready}"
     wait = f"[ $SECONDS -lt {give_up_s:.0f} ] || python -c {shlex.quote(_END)}; sleep {_AGAIN_S}"
-    return [
-        "bash",
-        "-c",
-        f"until python -m pip install --no-input {wanted}; do {wait}; done; {worker}",
-    ]
+    return ["bash", "-c", f"until {ready}; do {wait}; done; exec python -m {_WORKER}"]
