@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from nestling.cli.options import families_of, json_option, print_json, print_table, recipe, say
+from nestling.cli.options import (
+    families_of,
+    families_option,
+    json_option,
+    print_json,
+    print_table,
+    recipe,
+    say,
+    set_option,
+)
 
 if TYPE_CHECKING:
     from nestling.inner.baselines import Baseline
@@ -15,13 +24,7 @@ __all__ = ["command"]
 
 
 @click.command("baselines")
-@click.option(
-    "--families",
-    default="all",
-    show_default=True,
-    metavar="A,B,...",
-    help="Names, or training, held_out, all.",
-)
+@families_option("all")
 @click.option(
     "--items", type=click.IntRange(8, 10_000), default=200, show_default=True,
     help="Hidden items per family.",
@@ -30,9 +33,7 @@ __all__ = ["command"]
     "--split", type=click.Choice(["a", "b"]), default="a", show_default=True,
     help="a is what agents are told, b is what pays them.",
 )  # fmt: skip
-@click.option(
-    "--set", "settings", multiple=True, metavar="A.B=VALUE", help="Change one recipe setting."
-)
+@set_option
 @json_option
 def command(
     families: str,

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from nestling.cli.options import (
     Commands,
     families_of,
+    families_option,
     json_option,
     print_json,
     print_table,
@@ -26,10 +27,20 @@ from nestling.cli.options import (
 if TYPE_CHECKING:
     from nestling.bench.record import BenchRecord, Measured
 
-__all__ = ["command", "measured"]
+__all__ = ["command", "measured", "out_option"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _RESULTS = Path("results") / "bench"
-_FAMILIES = "Names, or training, held_out, all."
+_runs = click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True)
+
+
+def out_option(name: str, help_text: str = "File for the figures.") -> Callable[[_F], _F]:
+    """`--out` of one benchmark."""
+    return click.option(
+        "--out", type=click.Path(path_type=Path, dir_okay=False),
+        default=_RESULTS / f"{name}.json", show_default=True, help=help_text,
+    )  # fmt: skip
 
 
 @click.group("bench", cls=Commands)
@@ -47,10 +58,7 @@ def list_benchmarks() -> int:
 
 
 @command.command("spread")
-@click.option(
-    "--families", default="training", show_default=True, metavar="A,B,...",
-    help="Names, or training, held_out, all.",
-)  # fmt: skip
+@families_option("training")
 @click.option("--seeds", type=click.IntRange(1, 100), default=3, show_default=True)
 @click.option("--items", type=click.IntRange(8, 10_000), help="Hidden items per score.")
 @click.option("--jobs", metavar="A,B,...", help="Some of the reference jobs only.")
@@ -58,13 +66,7 @@ def list_benchmarks() -> int:
     "--workers", type=click.IntRange(1, 1024), metavar="N",
     help="Families measured at the same time; default: one per core.",
 )  # fmt: skip
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=_RESULTS / "spread.json",
-    show_default=True,
-    help="File for the figures.",
-)
+@out_option("spread")
 @room_options
 @json_option
 def spread(
@@ -86,69 +88,43 @@ def spread(
 
     chosen = tuple(part.strip() for part in jobs.split(",")) if jobs else JOBS
     slots = workers or len(os.sched_getaffinity(0))
-    record = measured(
+    return _told(
         "spread",
         lambda: measure(config, families=names, seeds=seeds, jobs=chosen, workers=slots),
         out,
+        as_json=as_json,
     )
-    if as_json:
-        print_json(record.model_dump(mode="json"))
-    return 0
 
 
 @command.command("engine")
-@click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=_RESULTS / "engine.json",
-    show_default=True,
-    help="File for the figures.",
-)
+@_runs
+@out_option("engine")
 @json_option
 def engine(runs: int, out: Path, as_json: bool) -> int:
     """Speed on one CPU thread, beside transformers and TRL where installed."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from nestling.bench.engine import measure
 
-    record = measured("engine", lambda: measure(runs=runs), out)
-    if as_json:
-        print_json(record.model_dump(mode="json"))
-    return 0
+    return _told("engine", lambda: measure(runs=runs), out, as_json=as_json)
 
 
 @command.command("plumbing")
-@click.option("--families", default="all", show_default=True, metavar="A,B,...", help=_FAMILIES)
-@click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=_RESULTS / "plumbing.json",
-    show_default=True,
-    help="File for the figures.",
-)
+@families_option("all")
+@_runs
+@out_option("plumbing")
 @json_option
 def plumbing(families: str, runs: int, out: Path, as_json: bool) -> int:
     """What a rollout costs beside the model, and in verifiers' own lifecycle."""
     names = families_of(families)
     from nestling.bench.plumbing import measure
 
-    record = measured("plumbing", lambda: measure(families=names, runs=runs), out)
-    if as_json:
-        print_json(record.model_dump(mode="json"))
-    return 0
+    return _told("plumbing", lambda: measure(families=names, runs=runs), out, as_json=as_json)
 
 
 @command.command("probe")
-@click.option("--families", default="all", show_default=True, metavar="A,B,...", help=_FAMILIES)
-@click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=_RESULTS / "probe.json",
-    show_default=True,
-    help="File for the figures.",
-)
+@families_option("all")
+@_runs
+@out_option("probe")
 @room_options
 @json_option
 def probe(
@@ -164,24 +140,13 @@ def probe(
     config = recipe(list(settings), unsafe_no_jail=unsafe_no_jail)
     from nestling.bench.probe import measure
 
-    record = measured("probe", lambda: measure(config, families=names, runs=runs), out)
-    if as_json:
-        print_json(record.model_dump(mode="json"))
-    return 0
+    return _told("probe", lambda: measure(config, families=names, runs=runs), out, as_json=as_json)
 
 
 @command.command("job")
-@click.option(
-    "--families", default="training", show_default=True, metavar="A,B,...", help=_FAMILIES
-)
-@click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=_RESULTS / "job.json",
-    show_default=True,
-    help="File for the figures.",
-)
+@families_option("training")
+@_runs
+@out_option("job")
 @room_options
 @json_option
 def job(
@@ -198,14 +163,11 @@ def job(
     config = recipe(list(settings), unsafe_no_jail=unsafe_no_jail)
     from nestling.bench.job import measure
 
-    record = measured("job", lambda: measure(config, families=names, runs=runs), out)
-    if as_json:
-        print_json(record.model_dump(mode="json"))
-    return 0
+    return _told("job", lambda: measure(config, families=names, runs=runs), out, as_json=as_json)
 
 
 @command.command("gpu")
-@click.option("--parts", metavar="A,B,...", help="Some parts only; `--list` shows them.")
+@click.option("--parts", metavar="A,B,...", help="See `--list`; default: all but devices.")
 @click.option("--list", "list_parts", is_flag=True, help="Names of the parts, and end.")
 @click.option(
     "--device", default="", metavar="NAME", help="cuda:0, ..., cpu; default: the first GPU."
@@ -214,13 +176,7 @@ def job(
 @click.option("--jobs", type=click.IntRange(1, 1000), help="Whole jobs of a batch on one device.")
 @click.option("--workers", type=click.IntRange(1, 1000), help="Processes that run whole jobs.")
 @click.option("--again", is_flag=True, help="Measure the parts again that are on disk.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=_RESULTS / "gpu.json",
-    show_default=True,
-    help="File for the figures; finished parts are kept in a folder beside it.",
-)
+@out_option("gpu", "File for the figures; finished parts are kept in a folder beside it.")
 @room_options
 @json_option
 def gpu(
@@ -255,14 +211,12 @@ def gpu(
     for part in chosen if again else ():
         for path in kept.glob(f"{part}-*.json"):
             path.unlink()
-    record = measured(
+    return _told(
         "gpu",
         lambda: measure(parts=chosen, device=device, sizes=sizes, kept=kept, config=config),
         out,
+        as_json=as_json,
     )
-    if as_json:
-        print_json(record.model_dump(mode="json"))
-    return 0
 
 
 @command.command("all")
@@ -308,3 +262,10 @@ def measured(name: str, measure: Callable[[], Measured], out: Path) -> BenchReco
     write_atomic(out, (done.model_dump_json(indent=2) + "\n").encode())
     say(f"wrote {out}")
     return done
+
+
+def _told(name: str, measure: Callable[[], Measured], out: Path, *, as_json: bool) -> int:
+    done = measured(name, measure, out)
+    if as_json:
+        print_json(done.model_dump(mode="json"))
+    return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from nestling.cli.options import set_option
 from nestling.config import load_recipe
 
 __all__ = ["command"]
@@ -15,7 +16,7 @@ __all__ = ["command"]
 
 @click.command("cookbook")
 @click.argument("recipe", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--set", "settings", multiple=True, metavar="A.B=VALUE", help="Change one setting.")
+@set_option
 @click.option(
     "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Run folder."
 )

@@ -11,6 +11,7 @@ import click
 
 from nestling.cli.options import (
     families_of,
+    families_option,
     json_option,
     print_json,
     print_table,
@@ -43,13 +44,7 @@ _COLUMNS = (
     help="noop, random, template, oracle, embedded, embedded:FOLDER with a model or a run, "
     "endpoint:URL#MODEL.",
 )
-@click.option(
-    "--families",
-    default="held_out",
-    show_default=True,
-    metavar="A,B,...",
-    help="Names, or training, held_out, all.",
-)
+@families_option("held_out")
 @click.option(
     "-n", "episodes", type=click.IntRange(1, 10_000), default=8, show_default=True,
     help="Episodes per agent and family.",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nestling.cli import pods
+from nestling.cli.bench import measured, out_option
 from nestling.cli.options import (
     Commands,
     families_of,
@@ -39,11 +40,7 @@ pods.add_to(command)
 @click.option("--bases", metavar="A,B,...", help="Base models; default: all shipped ones.")
 @click.option("--jobs", type=click.IntRange(1, 100), default=6, show_default=True,
               help="Of each family and base.")  # fmt: skip
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("results") / "bench" / "fleet.json", show_default=True,
-    help="File for the figures.",
-)  # fmt: skip
+@out_option("fleet")
 @room_options
 @json_option
 def bench(
@@ -63,7 +60,6 @@ def bench(
     models = None if bases is None else tuple(part.strip() for part in bases.split(","))
     config = recipe(settings, unsafe_no_jail=unsafe_no_jail)
     from nestling.bench.fleet import measure
-    from nestling.cli.bench import measured
 
     record = measured(
         "fleet", lambda: measure(config, families=names, jobs=jobs, models=models), out

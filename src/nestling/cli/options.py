@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Commands",
     "families_of",
+    "families_option",
     "family_of",
     "json_option",
     "print_json",
@@ -25,6 +26,7 @@ __all__ = [
     "recipe",
     "room_options",
     "say",
+    "set_option",
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -32,6 +34,17 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="One JSON object as the last line."
 )
+set_option = click.option(
+    "--set", "settings", multiple=True, metavar="A.B=VALUE", help="Change one recipe setting."
+)
+
+
+def families_option(default: str) -> Callable[[_F], _F]:
+    """`--families`, to be read with `families_of`."""
+    return click.option(
+        "--families", default=default, show_default=True, metavar="A,B,...",
+        help="Names, or training, held_out, all.",
+    )  # fmt: skip
 
 
 class Commands(click.Group):
@@ -58,10 +71,7 @@ def room_options(function: _F) -> _F:
         is_flag=True,
         help="Run the job's code without a jail. Only for code you trust.",
     )
-    settings = click.option(
-        "--set", "settings", multiple=True, metavar="A.B=VALUE", help="Change one recipe setting."
-    )
-    return settings(unsafe(function))
+    return set_option(unsafe(function))
 
 
 def recipe(settings: Sequence[str], *, unsafe_no_jail: bool = False) -> RunConfig:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nestling.cli.options import print_json, print_table, say
+from nestling.cli.options import json_option, print_json, print_table, say, set_option
 from nestling.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,9 +27,6 @@ _api_option = click.option(
 _pool_option = click.option(
     "--pool", default="nestling", show_default=True, help="First part of the names of our pods."
 )
-_json_option = click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object as the last line."
-)
 
 
 def add_to(group: click.Group) -> None:
@@ -40,10 +37,10 @@ def add_to(group: click.Group) -> None:
 
 @click.command("up")
 @click.argument("recipe", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--set", "settings", multiple=True, metavar="A.B=VALUE", help="Change one setting.")
+@set_option
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder.")
 @click.option("--pods", "number", type=click.IntRange(1), help="How many; default: fleet.workers.")
-@_json_option
+@json_option
 def up(
     recipe: Path, settings: tuple[str, ...], out: Path | None, number: int | None, as_json: bool
 ) -> int:
@@ -76,7 +73,7 @@ def up(
 @click.command("ls")
 @_pool_option
 @_api_option
-@_json_option
+@json_option
 def ls(pool: str, api_url: str, as_json: bool) -> int:
     """The pods of the account that are ours, and what they cost."""
     pods = asyncio.run(_ls(api_url, f"{pool}-"))
@@ -104,7 +101,7 @@ def ls(pool: str, api_url: str, as_json: bool) -> int:
 @click.option("--timeout-s", type=click.FloatRange(1), default=120.0, show_default=True)
 @_pool_option
 @_api_option
-@_json_option
+@json_option
 def down(
     run: Path | None, every: bool, timeout_s: float, pool: str, api_url: str, as_json: bool
 ) -> int:
@@ -139,7 +136,7 @@ def down(
     "--folder", type=click.Path(path_type=Path, file_okay=False),
     help="Keep the logs of the pods there.",
 )  # fmt: skip
-@_json_option
+@json_option
 def simulate_runpod(
     listen: str, faults: Path | None, speed: float, folder: Path | None, as_json: bool
 ) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
+from nestling.cli.options import json_option, set_option
 from nestling.config import RunConfig, load_recipe, recipe_toml
 from nestling.trackers.tracker import KINDS, TrackerKind
 
@@ -25,7 +26,7 @@ __all__ = ["command"]
 
 @click.command("run")
 @click.argument("recipe", required=False, type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--set", "settings", multiple=True, metavar="A.B=VALUE", help="Change one setting.")
+@set_option
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Run folder.")
 @click.option(
     "--resume",
@@ -38,7 +39,7 @@ __all__ = ["command"]
     help="Send metrics to an experiment tracker; may be given several times.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Show the plan and its ceiling; run nothing.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object as the last line.")
+@json_option
 def command(
     recipe: Path | None,
     settings: tuple[str, ...],
