@@ -12,14 +12,19 @@ import numpy as np
 import pytest
 
 from nestling.core.clock import SystemClock
-from nestling.core.errors import ConfigError, LearnerError
+from nestling.core.errors import ConfigError, JobFailedError, LearnerError
 from nestling.engine.losses import Dppo
 from nestling.engine.optim import AdamW
+from nestling.families.splits import EvalSecret
 from nestling.inner import stack_wire as wire
+from nestling.inner.score_wire import ScoreRequest
+from nestling.inner.scoring import Scoring
 from nestling.inner.stack_client import StackJob, Stacks
 from nestling.inner.stack_config import StackConfig
 from nestling.inner.stack_server import StackServer
 from nestling.inner.stack_settings import LearnSettings
+
+from .conftest import FAMILY
 
 SETTINGS = LearnSettings(loss=Dppo(), optim=AdamW(lr=1e-3))
 
@@ -66,12 +71,36 @@ def test_a_model_that_cannot_be_written_is_told_in_the_words_of_the_system(
 ) -> None:
     (tmp_path / "model.safetensors").mkdir()
     stacks = Stacks(sockets=(path,))
-    with closing(stacks.join("micro", SETTINGS, lambda: None)) as job:
-        with pytest.raises(LearnerError, match=r"model\.safetensors cannot be written"):
-            job.save(str(tmp_path))
+    with (
+        closing(stacks.join("micro", SETTINGS, lambda: None)) as job,
+        pytest.raises(LearnerError, match=r"model\.safetensors cannot be written"),
+    ):
+        job.save(str(tmp_path))
     with closing(stacks.join("micro", SETTINGS, lambda: None)) as job:
         assert job.room("micro").num_jobs == 1
         assert job.save(str(tmp_path / "elsewhere")).is_finite
+
+
+def test_scorer_waits_for_a_stack_that_says_nothing_until_its_own_time_is_over(
+    bases: dict[str, Path], secret_path: Path, tmp_path: Path
+) -> None:
+    silent = str(tmp_path / "silent.sock")
+    scoring = Scoring(EvalSecret.load_or_create(secret_path), bases, [silent])
+    request = ScoreRequest(
+        model_folder=str(bases["micro"]),
+        base="micro",
+        family=FAMILY,
+        split="b",
+        n=2,
+        wall_s=0.01,
+    )
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(silent)
+        listener.listen()
+        with pytest.raises(JobFailedError, match=r"scorer\.start_timeout"):
+            scoring.ready(0.01)
+        with pytest.raises(JobFailedError, match=r"scorer\.timeout"):
+            scoring.score(request)
 
 
 def test_a_model_too_large_for_a_message_says_what_to_change(path: str) -> None:

@@ -39,6 +39,8 @@ class Start(Frozen):
     """Sockets of the stack processes that sample; none: the scorer samples itself."""
     openai: OpenAiConfig | None = None
     """A server that samples instead."""
+    wall_s: float = Field(gt=0)
+    """Until the process has to be ready."""
 
 
 class ScoreRequest(Frozen):
@@ -50,6 +52,8 @@ class ScoreRequest(Frozen):
     family: str
     split: HiddenSplit
     n: int = Field(ge=1, le=10_000)
+    wall_s: float = Field(gt=0)
+    """Until the reply has to be there."""
 
 
 class Ready(Frozen):

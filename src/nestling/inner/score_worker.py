@@ -49,14 +49,17 @@ def main() -> None:
     with closing(
         Scoring(secret, folders, start.stacks, device=start.device, openai=start.openai)
     ) as scoring:
-        _answer(scoring, requests, replies)
+        _answer(scoring, start.wall_s, requests, replies)
 
 
-def _answer(scoring: Scoring, requests: BinaryIO, replies: BinaryIO) -> None:
+def _answer(scoring: Scoring, start_wall_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
     try:
-        _send(replies, scoring.ready())
+        _send(replies, scoring.ready(start_wall_s))
     except ConfigError as error:
         _send(replies, Refused(reason="scorer.config", detail=str(error)))
+        return
+    except JobFailedError as error:
+        _send(replies, Refused(reason=error.reason, detail=error.detail))
         return
     while line := requests.readline(MAX_LINE_BYTES):
         request = REQUEST.validate_json(line)

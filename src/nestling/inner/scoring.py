@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
+from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError
 from nestling.core.seeds import derive_seed
 from nestling.engine.checkpoint import Model
@@ -23,6 +25,7 @@ from nestling.families import registry
 from nestling.families.hidden_taskset import hidden_taskset
 from nestling.families.item_play import EVAL_SAMPLING, EVAL_SAMPLING_OPEN, eval_sampling
 from nestling.families.splits import HIDDEN, EvalSecret, commitment, hidden_items
+from nestling.inner.guarded_env import Deadline
 from nestling.inner.openai_config import OpenAiConfig
 from nestling.inner.openai_serving import Serving
 from nestling.inner.pinned_base import PinnedBase
@@ -32,6 +35,9 @@ from nestling.jobs.rollouts import EnvResponder, play_env
 from nestling.jobs.verifiers_host import VerifiersHost
 
 __all__ = ["Scoring"]
+
+_OWN_SHARE: Final = 0.9
+"""Of the time its parent waits: a process that waits for a stack gives up before it is ended, and lives on."""
 
 
 class Scoring:
@@ -54,11 +60,17 @@ class Scoring:
         self._device = device
         self._base = functools.cache(self._load_base)
 
-    def ready(self) -> Ready:
-        """What the parent may know."""
+    def ready(self, wall_s: float) -> Ready:
+        """What the parent may know.
+
+        Raises:
+            ConfigError: no server program.
+            JobFailedError: `scorer.start_timeout`, of a stack that does not answer.
+        """
+        check = _deadline(wall_s, "scorer.start_timeout").check
         return Ready(
             fingerprint=_fingerprint(
-                "" if self._stacks is None else self._stacks.fingerprint(),
+                "" if self._stacks is None else self._stacks.fingerprint(check),
                 "" if self._serving is None else self._serving.fingerprint(),
             ),
             commitments={split: commitment(self._secret, split) for split in HIDDEN},
@@ -71,7 +83,7 @@ class Scoring:
         Raises:
             ModelError: the weights are not those of a trained copy of the base.
             ConfigError: unknown base or family, more items than there are, or no server program.
-            JobFailedError: `scorer.*`, of a server that samples.
+            JobFailedError: `scorer.*` of a server that samples, `scorer.timeout` of a stack that does not answer.
         """
         cpu_start_s = time.process_time()
         base = self._base(request.base)
@@ -138,7 +150,8 @@ def _play_stacked(
 ) -> tuple[list[float], float]:
     """The same play by a stack process, which gets the weights that were checked here."""
     weights = model.weights.flat[0].numpy()
-    with closing(stacks.join_weights(request.base, weights, lambda: None)) as job:
+    check = _deadline(request.wall_s, "scorer.timeout").check
+    with closing(stacks.join_weights(request.base, weights, check)) as job:
         responder = EnvResponder(host, model.tokenizer, range(request.n))
         rollouts = job.play(
             model.tokenizer,
@@ -148,6 +161,10 @@ def _play_stacked(
             responder.respond,
         )
         return [score.reward for score in responder.score(rollouts)], job.busy_s
+
+
+def _deadline(wall_s: float, reason: str) -> Deadline:
+    return Deadline(SystemClock(), _OWN_SHARE * wall_s, reason)
 
 
 def _fingerprint(stacks: str, server: str) -> str:

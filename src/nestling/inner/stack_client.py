@@ -70,11 +70,11 @@ class Stacks:
         job.join(wire.JoinWeights(base=base, weights=wire.pack_floats(flat)))
         return job
 
-    def fingerprint(self) -> str:
-        """Changes with whatever may change the numbers of any of the devices."""
+    def fingerprint(self, check: Callable[[], None]) -> str:
+        """Changes with whatever may change the numbers of any of the devices; `check` as in `join`."""
         found = []
         for path in self.sockets:
-            job = StackJob(path, lambda: None)
+            job = StackJob(path, check)
             try:
                 found.append(job.room("").fingerprint)
             finally:

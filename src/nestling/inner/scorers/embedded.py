@@ -68,6 +68,7 @@ class EmbeddedScorer:
             device=device,
             stacks=stacks,
             openai=openai,
+            wall_s=start_wall_s,
         )
         self._passed_on = (
             _PASSED_ON if openai is None else (*_PASSED_ON, *_OF_SERVERS, openai.key_env)
@@ -98,7 +99,12 @@ class EmbeddedScorer:
     ) -> Score:
         """See `Scorer.score`; a death of the process is retried once on a new one."""
         request = ScoreRequest(
-            model_folder=str(model_folder.absolute()), base=base, family=family, split=split, n=n
+            model_folder=str(model_folder.absolute()),
+            base=base,
+            family=family,
+            split=split,
+            n=n,
+            wall_s=self._score_wall_s,
         )
         with self._lock:
             reply = self._retried(lambda: self._ask(request))
