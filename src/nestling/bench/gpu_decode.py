@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from nestling.bench.gpu_shapes import Sizes, folder_of
-from nestling.bench.peers import has_transformers
+from nestling.bench.peers import has_transformers, load_peer_model, sample_tokens, sample_turns
 from nestling.engine.checkpoint import load_model
 from nestling.engine.device import set_precision
 from nestling.engine.lane_decoder import LaneDecoder, NewRow, plan_for
@@ -118,6 +117,7 @@ class _Decoding:
     ) -> None:
         self._model, self._sizes, self._lanes = model, sizes, lanes
         self._rows = rows or sizes.rows
+        self._dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
         self._decoder = LaneDecoder(
             model.config,
             -1,
@@ -125,7 +125,7 @@ class _Decoding:
             num_rows=self._rows,
             max_len=sizes.max_len,
             device=device,
-            dtype=torch.bfloat16 if precision == "bfloat16" else torch.float32,
+            dtype=self._dtype,
             plan=plan_for(torch.device(device)),
         )
         rng = np.random.default_rng(0)
@@ -144,7 +144,7 @@ class _Decoding:
     def multi(self) -> None:
         """The same number of new tokens in turns, a tool's answer between them."""
         sizes, done = self._sizes, 0
-        self._fill(sizes.max_len, sizes.new_tokens // sizes.turns)
+        self._fill(sizes.max_len, sizes.turn_tokens)
         while self._decoder.active.any():
             ended = self._advance()
             done += len(ended)
@@ -157,10 +157,9 @@ class _Decoding:
     def step_bytes(self) -> float:
         """That a step must move on average: weights, and the cached keys and values of every row."""
         sizes, config = self._sizes, self._model.config
-        item = self._decoder._flat.element_size()
         length = sizes.prompt_tokens + (sizes.new_tokens + 1) / 2
         cached = 2 * config.num_layers * config.kv_size * length * self._rows
-        return float(item * self._lanes * (num_parameters(config) + cached))
+        return float(self._dtype.itemsize * self._lanes * (num_parameters(config) + cached))
 
     def _fill(self, limit: int, turn_limit: int) -> None:
         for lane in range(self._lanes):
@@ -191,11 +190,7 @@ class _Generate:
     """`generate` of transformers, in bfloat16 on a GPU."""
 
     def __init__(self, folder: Path, device: str, sizes: Sizes) -> None:
-        transformers = import_module("transformers")
-        transformers.utils.logging.disable_progress_bar()
-        kind = torch.bfloat16 if device.startswith("cuda") else torch.float32
-        model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=kind)
-        self._model, self._sizes = model.to(device).eval(), sizes
+        self._model, self._sizes = load_peer_model(folder, device).eval(), sizes
         rng = np.random.default_rng(0)
         vocab = self._model.config.vocab_size
         shape = (sizes.rows, sizes.prompt_tokens)
@@ -205,31 +200,18 @@ class _Generate:
 
     def single(self) -> None:
         """A prompt and its new tokens."""
-        self._generate(self._prompts, self._sizes.new_tokens)
+        sample_tokens(self._model, self._prompts, self._sizes.new_tokens)
 
     def multi(self) -> None:
-        """One call per turn over the whole conversation, as its interface offers it."""
-        ids = self._prompts
-        for turn in range(self._sizes.turns):
-            if turn:
-                ids = torch.cat((ids, self._tool), 1)
-            ids = self._generate(ids, self._sizes.new_tokens // self._sizes.turns)
-
-    @torch.inference_mode()
-    def _generate(self, ids: torch.Tensor, count: int) -> torch.Tensor:
-        out: torch.Tensor = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=count,
-            min_new_tokens=count,
-            eos_token_id=None,
-            pad_token_id=0,
+        """The same number of new tokens in turns, a tool's answer between them."""
+        sizes = self._sizes
+        sample_turns(
+            self._model,
+            self._prompts,
+            self._tool,
+            turns=sizes.turns,
+            turn_tokens=sizes.turn_tokens,
         )
-        return out
 
 
 def _row(shape: str, work: str, by: str, seconds: list[float], tokens: int) -> dict[str, Any]:

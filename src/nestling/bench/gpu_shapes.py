@@ -78,6 +78,11 @@ class Sizes:
     precisions: tuple[Precision, ...] = ("float32", "tf32", "bfloat16")
 
     @property
+    def turn_tokens(self) -> int:
+        """Sampled in one turn of a multi-turn row."""
+        return self.new_tokens // self.turns
+
+    @property
     def max_len(self) -> int:
         """Tokens of a multi-turn row."""
         return self.prompt_tokens + self.new_tokens + (self.turns - 1) * self.tool_tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -14,7 +13,7 @@ import torch
 from nestling.bench.engine_work import Work, Workload
 from nestling.bench.gpu_decode import timed
 from nestling.bench.gpu_shapes import Sizes, folder_of
-from nestling.bench.peers import has_transformers, has_trl, trl_grpo
+from nestling.bench.peers import has_transformers, has_trl, load_peer_model, sample_tokens, trl_grpo
 from nestling.core.clock import SystemClock
 from nestling.engine.decoder import row_uniforms
 from nestling.engine.device import free_bytes, set_precision
@@ -222,11 +221,7 @@ class _PlainStep:
     """The same step by transformers: generate, log-probabilities, clipped ratio, AdamW."""
 
     def __init__(self, folder: Path, device: str, sizes: Sizes) -> None:
-        transformers = import_module("transformers")
-        transformers.utils.logging.disable_progress_bar()
-        kind = torch.bfloat16 if device.startswith("cuda") else torch.float32
-        model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=kind)
-        self._model, self._sizes = model.to(device).train(), sizes
+        self._model, self._sizes = load_peer_model(folder, device).train(), sizes
         self._optim = torch.optim.AdamW(
             self._model.parameters(), lr=1e-5, fused=device.startswith("cuda")
         )
@@ -238,20 +233,7 @@ class _PlainStep:
     def step(self) -> None:
         """One GRPO step on `rollouts` completions."""
         sizes = self._sizes
-        with torch.inference_mode():
-            ids = self._model.generate(
-                self._prompts,
-                attention_mask=torch.ones_like(self._prompts),
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=sizes.new_tokens,
-                min_new_tokens=sizes.new_tokens,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        ids = ids.clone()
+        ids = sample_tokens(self._model, self._prompts, sizes.new_tokens).clone()  # for autograd
         new = ids[:, sizes.prompt_tokens :]
         score = (new.sum(1) % 7).float().view(-1, sizes.group_size)
         advantage = (score - score.mean(1, keepdim=True)).view(-1, 1)

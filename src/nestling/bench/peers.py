@@ -23,6 +23,8 @@ __all__ = [
     "has_transformers",
     "has_trl",
     "load_peer_model",
+    "sample_tokens",
+    "sample_turns",
     "since",
     "trl_grpo",
 ]
@@ -69,16 +71,18 @@ class TransformersPeer:
         self._rows = torch.tensor([row.ids for row in workload.train_rows])
 
     def decode(self) -> None:
-        """Sample at temperature 1; no end token."""
-        self._generate(self._prompts, self._work.new_tokens)
+        """A prompt and its new tokens."""
+        sample_tokens(self._model, self._prompts, self._work.new_tokens)
 
     def multi_turn(self) -> None:
-        """One `generate` per turn over the whole conversation, as its interface offers it."""
-        ids = self._prompts
-        for turn in range(self._work.turns):
-            if turn:
-                ids = torch.cat((ids, self._tool), 1)
-            ids = self._generate(ids, self._work.turn_tokens)
+        """The same number of new tokens in turns, a tool's answer between them."""
+        sample_turns(
+            self._model,
+            self._prompts,
+            self._tool,
+            turns=self._work.turns,
+            turn_tokens=self._work.turn_tokens,
+        )
 
     def train(self) -> float:
         """Forward, backward, clip and AdamW over all rows."""
@@ -89,21 +93,39 @@ class TransformersPeer:
         self._optim.zero_grad()
         return float(loss.detach())
 
-    @torch.inference_mode()
-    def _generate(self, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
-        out: torch.Tensor = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        return out
+
+@torch.inference_mode()
+def sample_tokens(model: Any, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:  # noqa: ANN401
+    """Rows of `ids` with as many tokens after each, by its `generate` at temperature 1; no end token."""
+    out: torch.Tensor = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out
+
+
+def sample_turns(
+    model: Any,  # noqa: ANN401
+    ids: torch.Tensor,
+    tool: torch.Tensor,
+    *,
+    turns: int,
+    turn_tokens: int,
+) -> torch.Tensor:
+    """One `generate` per turn over the whole conversation, as its interface offers it; `tool` between two."""
+    for turn in range(turns):
+        if turn:
+            ids = torch.cat((ids, tool), 1)
+        ids = sample_tokens(model, ids, turn_tokens)
+    return ids
 
 
 def trl_grpo(
@@ -195,8 +217,9 @@ def grpo_config(
     )
 
 
-def load_peer_model(folder: Path) -> Any:  # noqa: ANN401
-    """The same weights as a transformers model, in float32."""
+def load_peer_model(folder: Path, device: str = "cpu") -> Any:  # noqa: ANN401
+    """The same weights as a transformers model: in bfloat16 on a GPU, else in float32."""
     transformers = import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
-    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    kind = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    return transformers.LlamaForCausalLM.from_pretrained(folder, dtype=kind).to(device)
