@@ -6,7 +6,6 @@ theirs: below 1 is faster.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import find_spec
@@ -27,6 +26,7 @@ from nestling.bench.peers import (
     since,
     trl_grpo,
 )
+from nestling.bench.progress import tell
 from nestling.bench.record import Measured
 from nestling.core.errors import ConfigError
 from nestling.families.bases import get
@@ -105,7 +105,7 @@ def measure(
         name: metadata.version(name) for name in ("transformers", "trl") if find_spec(name)
     }
     if missing:
-        _tell(f"not measured: {', '.join(missing)}")
+        tell(f"not measured: {', '.join(missing)}")
     return Measured(
         settings={
             "shapes": list(shapes),
@@ -136,18 +136,18 @@ def _shape(
     ]
     rows = []
     for name, ours, theirs, tokens in jobs:
-        _tell(f"{shape} {name}")
+        tell(f"{shape} {name}")
         ours_s, peer_s = _in_turn(ours, theirs, runs)
         rows.append(_row(shape, name, tokens, ours_s, peer_s, "transformers" if theirs else None))
     bound = decode_bound(workload, rates["flops_per_s"], rates["bytes_per_s"])
     rows[0] |= {**bound, "roofline_share": round(bound["bound_s"] / rows[0]["median_s"], 3)}
-    _tell(f"{shape} grpo")
+    tell(f"{shape} grpo")
     if trl and has_trl():
         peer_s, ours_s = trl_grpo(workload, runs, workload.grpo)
     else:
         ours_s, peer_s = _in_turn(workload.grpo, None, runs)
     rows.append(_row(shape, "grpo", sampled, ours_s, peer_s, "trl" if peer_s else None))
-    _tell(f"{shape} tool_grpo")
+    tell(f"{shape} tool_grpo")
     rows.append(_tool_row(shape, work, runs, trl))
     return rows
 
@@ -222,11 +222,6 @@ def _machine_rates() -> dict[str, float]:
     product = min(_seconds(lambda: torch.mm(a, b)).cpu for _ in range(8))
     reading = min(_seconds(lambda: many.sum()).cpu for _ in range(8))
     return {"flops_per_s": 2 * 1024**3 / product, "bytes_per_s": many.numel() * 4 / reading}
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -18,6 +17,7 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, Literal
 
+from nestling.bench.progress import tell
 from nestling.bench.record import Measured
 from nestling.config import RunConfig
 from nestling.core.errors import ConfigError, FleetError
@@ -342,8 +342,7 @@ async def _run_one(
         if one.payload["job_hash"] == bundle.job_hash and one.family == family
     )
     paid = [record for record in store.money.all() if record.job_id == job.id]
-    sys.stderr.write(f"{family} {base} {steps} steps: {outcome.status}, {paid[-1].seconds:.1f} s\n")
-    sys.stderr.flush()
+    tell(f"{family} {base} {steps} steps: {outcome.status}, {paid[-1].seconds:.1f} s")
     return JobTime(
         family=family,
         base=base,

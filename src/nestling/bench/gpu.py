@@ -7,7 +7,6 @@ device `cpu` and small sizes all of it runs anywhere.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ import torch
 
 from nestling.bench import gpu_decode, gpu_jobs, gpu_train
 from nestling.bench.gpu_shapes import LITTLE, Sizes
+from nestling.bench.progress import tell
 from nestling.bench.record import Measured
 from nestling.config import RunConfig
 from nestling.core.errors import ConfigError
@@ -167,7 +167,7 @@ def _kept(part: str, shape: str, work: Callable[[], Rows], folder: Path | None) 
     path = None if folder is None else folder / f"{part}-{shape}.json"
     if path is not None and path.exists():
         return list(json.loads(path.read_text("utf-8")))
-    _tell(f"{part} {shape}")
+    tell(f"{part} {shape}")
     started = time.perf_counter()
     rows: Rows = [{"part": part, **({"shape": shape} | row)} for row in work()]
     seconds = time.perf_counter() - started
@@ -233,8 +233,3 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         f" ({row['roofline_share']:.0%} of the memory's rate)" if "roofline_share" in row else ""
     )
     return row["part"], str(row["shape"]), what, ("-" if value is None else f"{value:.4g}") + share
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()

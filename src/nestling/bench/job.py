@@ -6,7 +6,6 @@ a run. The parts add up to what the job is charged.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ from statistics import median
 from typing import Any, Final
 
 from nestling.bench.cpu_clock import timed
+from nestling.bench.progress import tell
 from nestling.bench.record import Measured
 from nestling.bench.room import room_here
 from nestling.config import RunConfig
@@ -66,8 +66,7 @@ def measure(
         for family in families:
             room.context.baselines.best_base(family, room.context.split, room.context.n)
             for seed in range(runs):
-                sys.stderr.write(f"{family} {seed}\n")
-                sys.stderr.flush()
+                tell(f"{family} {seed}")
                 rows.append(_one(family, replace(room.context, seed=seed)))
     by_family = {
         family: {

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -18,6 +17,7 @@ from statistics import median
 from typing import Any, Final
 
 from nestling.bench.cpu_clock import CpuClock
+from nestling.bench.progress import tell
 from nestling.bench.record import Measured
 from nestling.core.errors import ConfigError
 from nestling.families.hidden_taskset import hidden_taskset
@@ -78,8 +78,7 @@ def measure(
     with Zygote(jail) as zygote:
         rows = []
         for family in families:
-            sys.stderr.write(f"{family}\n")
-            sys.stderr.flush()
+            tell(family)
             rows += _family(family, sizes, runs, lifecycle_rollouts, jail, zygote)
     # Ten batches, as the template job has.
     spot_s = max(row["spot_start_ms"] + 10 * row["spot_batch_ms"] for row in rows) / 1e3

@@ -6,11 +6,11 @@ worker, and is what one idle core would take; wall depends on what else the mach
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from statistics import median
 from typing import Any, Final
 
+from nestling.bench.progress import tell
 from nestling.bench.record import Measured
 from nestling.bench.room import room_here
 from nestling.config import RunConfig
@@ -43,8 +43,7 @@ def measure(
     rows = []
     with room_here(used) as room:
         for family in families:
-            sys.stderr.write(f"{family}\n")
-            sys.stderr.flush()
+            tell(family)
             bundle = template_job(family)
             probes = []
             for _ in range(runs + 1):

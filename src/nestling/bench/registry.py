@@ -12,7 +12,7 @@ from nestling.bench.record import Measured
 __all__ = ["BENCHMARKS", "Measure", "measure_of"]
 
 Measure = Callable[[], Measured]
-"""`measure(...)` of a benchmark module; every argument has a default. Progress goes to stderr."""
+"""`measure(...)` of a benchmark module; every argument has a default. Progress: `progress.tell`."""
 
 BENCHMARKS: Final[Mapping[str, str]] = MappingProxyType(
     {

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from nestling.agent.rubrics import RUBRICS, render_rubric
+from nestling.bench.progress import tell
 from nestling.bench.record import Measured
 from nestling.bench.room import room_here
 from nestling.config import RunConfig
@@ -179,11 +180,10 @@ def with_bad_rubric(family: str, job: str) -> Bundle:
 
 def _tell(row: SpreadRow) -> None:
     uplift = "none" if row.uplift_mean is None else f"{row.uplift_mean:+.3f}"
-    sys.stderr.write(
+    tell(
         f"{row.family} {row.job}: uplift {uplift} over {len(row.uplifts)} seeds, "
-        f"{row.cpu_s_mean:.1f} CPU s\n"
+        f"{row.cpu_s_mean:.1f} CPU s"
     )
-    sys.stderr.flush()
 
 
 def _over_families(rows: Sequence[SpreadRow]) -> dict[str, Any]:
