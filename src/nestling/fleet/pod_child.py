@@ -15,11 +15,11 @@ from nestling.core.rundir import ArtifactStore, write_atomic
 from nestling.fleet import process_tree
 from nestling.fleet.messages import HEADER_BYTES, frame_length
 from nestling.fleet.pod_wire import WorkSpec
-from nestling.fleet.worker_process import ONE_THREAD, passed_on, worker_command
+from nestling.fleet.slots import thread_settings
+from nestling.fleet.worker_process import last_words, passed_on, worker_command
 
 __all__ = ["PodChild", "PodFolder"]
 
-_LAST_WORDS_BYTES = 2000
 _STOP_S = 10.0
 
 
@@ -84,7 +84,7 @@ class PodChild:
         """Start it; its settings get the folders of this pod."""
         marker = f"pod/{name}/{os.getpid()}/{generation}"
         settings = spec.settings | {"run": str(folder.run), "state": str(folder.state)}
-        environment = passed_on() | ONE_THREAD | folder.environment()
+        environment = passed_on() | thread_settings(1) | folder.environment()
         environment |= {process_tree.MARKER: marker, "PYTHONUNBUFFERED": "1"}
         if "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
@@ -133,12 +133,7 @@ class PodChild:
 
     def last_words(self) -> str:
         """The end of its log."""
-        try:
-            with self._folder.log.open("rb") as file:
-                file.seek(max(0, self._folder.log.stat().st_size - _LAST_WORDS_BYTES))
-                return file.read().decode("utf-8", "replace").strip()
-        except OSError:
-            return ""
+        return last_words(self._folder.log)
 
 
 def _remove(path: Path) -> None:

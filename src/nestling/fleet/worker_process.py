@@ -1,43 +1,53 @@
-"""How a worker process is started, wherever it runs: command, clean environment, one thread."""
+"""How a worker process is started, wherever it runs: command, clean environment; and how it ended."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
-__all__ = ["ONE_THREAD", "passed_on", "worker_command"]
+__all__ = ["OURS", "last_words", "passed_on", "worker_command"]
+
+OURS: Final = "NESTLING_"
+"""What the names of our own variables begin with."""
 
 _PASSED_ON = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 _PASSED_ON_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "XDG_")
-
-ONE_THREAD = dict.fromkeys(
-    (
-        "OMP_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "OPENBLAS_NUM_THREADS",
-        "NUMEXPR_NUM_THREADS",
-        "VECLIB_MAXIMUM_THREADS",
-        "RAYON_NUM_THREADS",
-    ),
-    "1",
-)
-"""Read by numeric libraries when they are imported."""
+_LAST_WORDS_BYTES = 2000
 
 
-def passed_on() -> dict[str, str]:
-    """The part of this process's environment that a worker gets; no keys among it."""
+def passed_on(*more_prefixes: str) -> dict[str, str]:
+    """The part of this process's environment that a worker gets; keys are only in what is ours."""
+    prefixes = (*_PASSED_ON_PREFIXES, *more_prefixes)
     return {
         key: value
         for key, value in os.environ.items()
-        if key in _PASSED_ON or key.startswith(_PASSED_ON_PREFIXES)
+        if key in _PASSED_ON or key.startswith(prefixes)
     }
 
 
-def worker_command(handlers: str, settings: Mapping[str, Any], beat_s: float) -> list[str]:
-    """Starts `fleet.worker` as a child of this process, which it does not outlive."""
+def worker_command(
+    handlers: str, settings: Mapping[str, Any], beat_s: float, cores: Sequence[int] = ()
+) -> list[str]:
+    """Starts `fleet.worker` as a child of this process, which it does not outlive.
+
+    It runs on `cores`; without any on all.
+    """
     command = [sys.executable, "-P", "-m", "nestling.fleet.worker"]
     command += ["--handlers", handlers, "--settings", json.dumps(settings)]
-    return [*command, "--beat-s", str(beat_s), "--parent", str(os.getpid())]
+    command += ["--beat-s", str(beat_s), "--parent", str(os.getpid())]
+    return [*command, "--cores", ",".join(str(core) for core in cores)]
+
+
+def last_words(log: Path) -> str:
+    """The end of a worker's log; empty when there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _LAST_WORDS_BYTES))
+            return file.read().decode("utf-8", "replace").strip()
+    except OSError:
+        return ""

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
-import sys
 import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
@@ -38,16 +36,11 @@ from nestling.fleet.messages import (
 )
 from nestling.fleet.provider import WorkerEndedError
 from nestling.fleet.slots import Slot
+from nestling.fleet.worker_process import OURS, last_words, passed_on, worker_command
 from nestling.store import GroupCommit
 from nestling.store.processes import ProcessRecord
 
 __all__ = ["LocalNode", "LocalProvider", "LocalWorkers", "cores_here", "num_slots"]
-
-_PASSED_ON = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-_PASSED_ON_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NESTLING_", "XDG_")
-"""Everything else, keys above all, stays with the controller."""
-
-_LAST_WORDS_BYTES = 2000
 
 
 def cores_here() -> tuple[int, ...]:
@@ -137,7 +130,7 @@ class LocalNode:
 
     async def last_words(self) -> str:
         """The end of its log."""
-        return await asyncio.to_thread(_tail, self._log)
+        return await asyncio.to_thread(last_words, self._log)
 
     async def close(self) -> None:
         """Collect the exit status and close the pipes; the process must be dead or dying."""
@@ -225,10 +218,8 @@ class LocalProvider:
     async def _spawn(self, name: str) -> LocalNode:
         workers = self._workers
         log = workers.logs / f"{name}.log"
-        command = [sys.executable, "-P", "-m", "nestling.fleet.worker"]
-        command += ["--handlers", workers.handlers, "--settings", json.dumps(workers.settings)]
-        command += ["--beat-s", str(workers.beat_s), "--parent", str(os.getpid())]
-        command += ["--cores", ",".join(str(core) for core in self._slot(name).cores)]
+        cores = self._slot(name).cores
+        command = worker_command(workers.handlers, workers.settings, workers.beat_s, cores)
         try:
             stderr = await asyncio.to_thread(_open_log, log)
             try:
@@ -250,13 +241,9 @@ class LocalProvider:
         return LocalNode(name, process, log)
 
     def _environment(self, name: str) -> dict[str, str]:
-        kept = {
-            key: value
-            for key, value in os.environ.items()
-            if key in _PASSED_ON or key.startswith(_PASSED_ON_PREFIXES)
-        }
         marker = {process_tree.MARKER: self.marker(name), "PYTHONUNBUFFERED": "1"}
-        return kept | self._slot(name).environment() | dict(self._workers.environment) | marker
+        own = self._slot(name).environment() | dict(self._workers.environment)
+        return passed_on(OURS) | own | marker
 
     def _slot(self, name: str) -> Slot:
         """By the number at the end of a worker's name."""
@@ -321,12 +308,3 @@ def _marked(prefix: str) -> set[str]:
 def _open_log(path: Path) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-
-def _tail(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _LAST_WORDS_BYTES))
-            return file.read().decode("utf-8", "replace").strip()
-    except FileNotFoundError:
-        return ""

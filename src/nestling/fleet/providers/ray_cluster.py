@@ -60,7 +60,8 @@ from nestling.fleet.providers.ray_gateway import (
     pack,
     read_frames,
 )
-from nestling.fleet.providers.ray_slot import SlotSpec, passed_on
+from nestling.fleet.providers.ray_slot import SlotSpec
+from nestling.fleet.worker_process import OURS, passed_on
 from nestling.store import GroupCommit
 
 __all__ = ["RayNode", "RayProvider", "RaySlots", "require_ray"]
@@ -463,7 +464,7 @@ def _environment() -> dict[str, str]:
     """What the gateway, and a cluster that it starts, get of our environment."""
     rays = {key: value for key, value in os.environ.items() if key.startswith("RAY_")}
     paths = {key: os.environ[key] for key in ("PYTHONPATH",) if key in os.environ}
-    return {"RAY_USAGE_STATS_ENABLED": "0"} | passed_on() | paths | rays
+    return {"RAY_USAGE_STATS_ENABLED": "0"} | passed_on(OURS) | paths | rays
 
 
 def _rest() -> None:

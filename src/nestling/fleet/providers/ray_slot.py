@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import re
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -35,28 +33,16 @@ from nestling import __version__
 from nestling.core.errors import FleetError
 from nestling.core.rundir import ArtifactStore, write_atomic
 from nestling.fleet import process_tree
+from nestling.fleet.slots import thread_settings
+from nestling.fleet.worker_process import OURS, last_words, passed_on, worker_command
 
-__all__ = ["PIECE_BYTES", "NodeFolder", "Slot", "SlotSpec", "node_root", "passed_on"]
+__all__ = ["PIECE_BYTES", "NodeFolder", "Slot", "SlotSpec", "node_root"]
 
 PIECE_BYTES: Final = 64 * 1024
 """Ray keeps arguments and results below 100 KiB out of the object store."""
 
 FOLDER_VARIABLE: Final = "NESTLING_RAY_FOLDER"
 
-_PASSED_ON = ("PATH", "HOME", "USER", "LANG", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-_PASSED_ON_PREFIXES = ("LC_", "CUDA_", "NVIDIA_", "NESTLING_", "XDG_")
-_ONE_THREAD = dict.fromkeys(
-    (
-        "OMP_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "OPENBLAS_NUM_THREADS",
-        "NUMEXPR_NUM_THREADS",
-        "VECLIB_MAXIMUM_THREADS",
-        "RAYON_NUM_THREADS",
-    ),
-    "1",
-)
-_LAST_WORDS_BYTES = 2000
 _OWNER = re.compile(r"#(\d+)-(\d+)-(\d+)$")
 
 
@@ -119,11 +105,9 @@ class Slot:
         self._log = run / "logs" / f"{name}.log"
         self._marker = _marker(spec.run_id, name)
         settings = spec.settings | {"run": str(run), "state": str(state)}
-        command = [sys.executable, "-P", "-m", "nestling.fleet.worker"]
-        command += ["--handlers", spec.handlers, "--settings", json.dumps(settings)]
-        command += ["--beat-s", str(spec.beat_s), "--parent", str(os.getpid())]
+        command = worker_command(spec.handlers, settings, spec.beat_s)
         marker = {process_tree.MARKER: self._marker, "PYTHONUNBUFFERED": "1"}
-        environment = passed_on() | _ONE_THREAD | spec.environment | marker
+        environment = passed_on(OURS) | thread_settings(1) | spec.environment | marker
         return self._spawn(command, environment).pid
 
     def send(self, data: bytes) -> None:
@@ -160,13 +144,7 @@ class Slot:
 
     def last_words(self) -> str:
         """The end of the worker's log."""
-        try:
-            with self._log.open("rb") as file:
-                file.seek(0, os.SEEK_END)
-                file.seek(max(0, file.tell() - _LAST_WORDS_BYTES))
-                return file.read().decode("utf-8", "replace").strip()
-        except OSError:
-            return ""
+        return last_words(self._log)
 
     def stop(self) -> None:
         """End the worker with everything it started and leave the node's folder; may be repeated."""
@@ -264,15 +242,6 @@ def node_root() -> Path:
             f"remove it, or set {FOLDER_VARIABLE} to another place"
         )
     return root
-
-
-def passed_on() -> dict[str, str]:
-    """The part of this process's environment that a worker gets; no keys among it."""
-    return {
-        key: value
-        for key, value in os.environ.items()
-        if key in _PASSED_ON or key.startswith(_PASSED_ON_PREFIXES)
-    }
 
 
 def _lock(folder: Path, how: int) -> int:
