@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from nestling.core.errors import ModelError
 from nestling.engine.checkpoint import load_model, load_weights, save_model, save_weights
 from nestling.engine.config import ModelConfig
-from nestling.engine.model import bind, forward, logits
+from nestling.engine.model import forward, logits
+from nestling.engine.params import bind
 from nestling.engine.weights import Weights, num_parameters, parts
 
 from .conftest import GEMMA, make_config, make_model

@@ -23,7 +23,8 @@ from nestling.engine.learn import (
 )
 from nestling.engine.lora import LoraWeights, load_adapter, save_adapter
 from nestling.engine.losses import reference_kl, token_loss
-from nestling.engine.model import Model, bind, forward, logits
+from nestling.engine.model import Model, forward, logits
+from nestling.engine.params import bind
 from nestling.engine.sampler import SamplingParams, play
 from nestling.engine.weights import split_views
 

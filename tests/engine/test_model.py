@@ -1,17 +1,9 @@
 import pytest
 import torch
 
-from nestling.engine.model import (
-    KVCache,
-    _RmsNorm,
-    _SplitRotary,
-    _SwiGlu,
-    bind,
-    decode,
-    extend,
-    forward,
-    logits,
-)
+from nestling.engine.fused import rms_norm, split_rotary, swiglu
+from nestling.engine.model import KVCache, decode, extend, forward, logits
+from nestling.engine.params import bind
 from nestling.engine.weights import Weights, split_views
 
 from .conftest import GEMMA, make_config
@@ -80,13 +72,13 @@ def test_hand_written_backward_passes_are_exact() -> None:
 
     angle = torch.randn(5, 1, 3, dtype=torch.float64, generator=generator)
     assert torch.autograd.gradcheck(
-        lambda x: _SplitRotary.apply(x, angle.cos(), angle.sin(), 4, 2), (draw(2, 5, 8, 6),)
+        lambda x: split_rotary(x, angle.cos(), angle.sin(), 4, 2), (draw(2, 5, 8, 6),)
     )
     for jobs in (1, 2):
         assert torch.autograd.gradcheck(
-            lambda x, w: _RmsNorm.apply(x, w, 1e-6), (draw(2, 3, 4), draw(jobs, 1, 4))
+            lambda x, w: rms_norm(x, w, 1e-6), (draw(2, 3, 4), draw(jobs, 1, 4))
         )
-    assert torch.autograd.gradcheck(_SwiGlu.apply, (draw(2, 3, 8),))
+    assert torch.autograd.gradcheck(swiglu, (draw(2, 3, 8),))
 
 
 @pytest.mark.parametrize("changes", LAYOUTS)

@@ -5,8 +5,9 @@ from torch import Tensor
 from nestling.engine.batching import TrainRow, micro_batches
 from nestling.engine.learn import target_logprobs
 from nestling.engine.lora import LoraConfig, LoraWeights
-from nestling.engine.model import Model, bind
+from nestling.engine.model import Model
 from nestling.engine.packing import packed_batches
+from nestling.engine.params import bind
 from nestling.engine.weights import split_views
 
 from .conftest import make_model

@@ -6,7 +6,8 @@ from nestling.core.errors import ConfigError
 from nestling.engine.batching import TrainRow, micro_batches
 from nestling.engine.decoder import row_uniforms, sample_tokens
 from nestling.engine.learn import target_logprobs
-from nestling.engine.model import Model, bind, forward, logits
+from nestling.engine.model import Model, forward, logits
+from nestling.engine.params import bind
 from nestling.engine.sampler import (
     Rollout,
     SamplingParams,

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from nestling.engine.model import Model, bind, forward, logits
+from nestling.engine.model import Model, forward, logits
+from nestling.engine.params import bind
 from nestling.engine.turn_sampler import SamplingParams, TurnSampler
 from nestling.engine.weights import Weights, split_views
 from nestling.outer.learners.tinker_service import Answer

@@ -27,7 +27,8 @@ from nestling.agent.prompt import AgentPrompt
 from nestling.agent.token_policy import TokenPolicy
 from nestling.engine.learn import AdamW, ImportanceSampling, PolicyTrainer
 from nestling.engine.learn import TrainRow as EngineRow
-from nestling.engine.model import bind, forward, logits
+from nestling.engine.model import forward, logits
+from nestling.engine.params import bind
 from nestling.engine.weights import split_views
 from nestling.outer.bridge.cookbook import EpisodeDataset, EpisodeEnv, EpisodeGroup, dataset_builder
 from nestling.outer.bridge.episodes import FAULT_REWARD, EpisodePay

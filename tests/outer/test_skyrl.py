@@ -29,7 +29,8 @@ from tinker_cookbook.rl.types import Trajectory, TrajectoryGroup, Transition
 
 from nestling.core.errors import StoreError
 from nestling.engine.checkpoint import load_model
-from nestling.engine.model import bind, forward, logits
+from nestling.engine.model import forward, logits
+from nestling.engine.params import bind
 from nestling.engine.weights import parts, split_views
 from nestling.outer.config import TinkerConfig
 from nestling.outer.learner import LossSpec, TrainRow

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.engine.config import ModelConfig
-from nestling.engine.model import KVCache, Linear, Params, rotary_tables
+from nestling.engine.model import KVCache, rotary_tables
+from nestling.engine.params import Linear, Params
 from nestling.engine.shared_prompts import PromptPlan, SharedPrompts
 
 __all__ = ["CpuStep"]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from nestling.engine.config import ModelConfig
 from nestling.engine.cpu_step import CpuStep
-from nestling.engine.model import KVCache, Params, decode, extend
+from nestling.engine.model import KVCache, decode, extend
+from nestling.engine.params import Params
 
 __all__ = ["Decoder", "row_uniforms", "sample_tokens"]
 

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from nestling.engine.config import ModelConfig
 from nestling.engine.decoder import sample_tokens
-from nestling.engine.model import KVCache, Params, bind, decode, extend
+from nestling.engine.model import KVCache, decode, extend
+from nestling.engine.params import Params, bind
 from nestling.engine.weights import num_parameters, split_views
 
 __all__ = ["LaneDecoder", "LanePlan", "NewRow", "plan_for"]

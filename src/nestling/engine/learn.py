@@ -26,7 +26,7 @@ from nestling.engine.losses import (
     reference_kl,
     token_loss,
 )
-from nestling.engine.model import Dropout, Model, Params, bind, forward, forward_packed, logits
+from nestling.engine.model import Dropout, Model, forward, forward_packed, logits
 from nestling.engine.optim import (
     AdamW,
     Muon,
@@ -37,6 +37,7 @@ from nestling.engine.optim import (
     clip_norm,
 )
 from nestling.engine.packing import PackedBatch, packed_batches
+from nestling.engine.params import Params, bind
 from nestling.engine.weights import Weights, layout, parts, split_views
 
 __all__ = [

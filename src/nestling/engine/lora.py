@@ -22,7 +22,7 @@ from torch import Tensor
 from nestling.core.errors import ConfigError, ModelError
 from nestling.core.frozen import Frozen
 from nestling.engine.config import ModelConfig
-from nestling.engine.model import Adapter
+from nestling.engine.params import Adapter
 from nestling.engine.weights import Weights, parts
 
 __all__ = ["LoraConfig", "LoraWeights", "load_adapter", "save_adapter"]

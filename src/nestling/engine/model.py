@@ -3,40 +3,34 @@
 Axes: J job, B row of a job, T token, N = B*T, R = J*B, H query head, K key/value head, D hidden, d head, V
 vocabulary. `forward` serves training (no cache), `extend` appends several tokens per row to a cache, `decode`
 appends one. Weights may have J = 1 while activations have J > 1: that is a shared base under per-job adapters.
-
-The fused backward passes below exist because on a CPU the elementwise work around the matrix products decides
-whether training keeps up with a stock implementation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.engine.config import ModelConfig
+from nestling.engine.fused import geglu, rms_norm, split_rotary, swiglu
+from nestling.engine.lora import LoraWeights
 from nestling.engine.packed_attention import PackedGroup, packed_attention
+from nestling.engine.params import Adapter, LayerParams, Linear, Params, bind
 from nestling.engine.weights import Weights
 
 if TYPE_CHECKING:
-    from nestling.engine.lora import LoraWeights
     from nestling.engine.tokenizer import Tokenizer
 
 __all__ = [
-    "Adapter",
     "Dropout",
     "KVCache",
-    "LayerParams",
-    "Linear",
     "Model",
-    "Params",
-    "bind",
     "decode",
     "extend",
     "forward",
@@ -44,48 +38,6 @@ __all__ = [
     "logits",
     "rotary_tables",
 ]
-
-
-class Adapter(NamedTuple):
-    """A low-rank update of some rows of a projection: `scale * up @ down`."""
-
-    start_row: int
-    down: Tensor  # [J, r, D]
-    up: Tensor  # [J, o, r]
-    scale: float
-
-
-class Linear(NamedTuple):
-    """One projection, shared (J = 1) or per job."""
-
-    weight: Tensor  # [J or 1, O, D]
-    bias: Tensor | None = None  # [J or 1, O]
-    adapters: tuple[Adapter, ...] = ()
-
-
-class LayerParams(NamedTuple):
-    """One transformer block."""
-
-    attn_norm: Tensor  # [J or 1, 1, D]
-    qkv: Linear
-    q_norm: Tensor | None  # [J or 1, 1, 1, 1, d]
-    k_norm: Tensor | None
-    attn_out: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    attn_post_norm: Tensor | None = None
-    """Over what attention adds to the residual (Gemma), as is the next over the feed-forward's."""
-    mlp_post_norm: Tensor | None = None
-
-
-class Params(NamedTuple):
-    """All tensors of a forward pass, ready to use."""
-
-    embed: Tensor  # [J or 1, V, D]
-    layers: tuple[LayerParams, ...]
-    final_norm: Tensor  # [J or 1, 1, D]
-    head: Linear
 
 
 class Dropout(NamedTuple):
@@ -127,57 +79,6 @@ class Model:
 
     def _dtype(self) -> torch.dtype | None:
         return None if self.compute_dtype == torch.float32 else self.compute_dtype
-
-
-def bind(
-    config: ModelConfig,
-    views: Mapping[str, Tensor],
-    *,
-    adapters: Mapping[str, tuple[Adapter, ...]] | None = None,
-    dtype: torch.dtype | None = None,
-) -> Params:
-    """Arrange named views [J, *shape] for the functions below; `dtype` casts them (differentiably)."""
-    cast = {name: view if dtype is None else view.to(dtype) for name, view in views.items()}
-    extra = adapters or {}
-
-    def linear(name: str) -> Linear:
-        return Linear(cast[name], cast.get(name + "_bias"), _cast_all(extra.get(name, ()), dtype))
-
-    def norm(name: str) -> Tensor:
-        if config.gemma is None:
-            return cast[name].unsqueeze(1)
-        whole = views[name].unsqueeze(1) + 1  # before the cast: 1 + weight has few bits to spare
-        return whole if dtype is None else whole.to(dtype)
-
-    def post_norm(name: str) -> Tensor | None:
-        return norm(name) if name in cast else None
-
-    def head_norm(name: str) -> Tensor | None:
-        return norm(name)[:, :, None, None] if name in cast else None
-
-    layers = tuple(
-        LayerParams(
-            attn_norm=norm(f"layers.{i}.attn_norm"),
-            qkv=linear(f"layers.{i}.qkv"),
-            q_norm=head_norm(f"layers.{i}.q_norm"),
-            k_norm=head_norm(f"layers.{i}.k_norm"),
-            attn_out=linear(f"layers.{i}.attn_out"),
-            mlp_norm=norm(f"layers.{i}.mlp_norm"),
-            gate_up=linear(f"layers.{i}.gate_up"),
-            down=linear(f"layers.{i}.down"),
-            attn_post_norm=post_norm(f"layers.{i}.attn_post_norm"),
-            mlp_post_norm=post_norm(f"layers.{i}.mlp_post_norm"),
-        )
-        for i in range(config.num_layers)
-    )
-    head = linear("embed" if config.tie_embeddings else "lm_head")
-    return Params(cast["embed"], layers, norm("final_norm"), head._replace(bias=None))
-
-
-def _cast_all(adapters: tuple[Adapter, ...], dtype: torch.dtype | None) -> tuple[Adapter, ...]:
-    if dtype is None:
-        return adapters
-    return tuple(one._replace(down=one.down.to(dtype), up=one.up.to(dtype)) for one in adapters)
 
 
 class KVCache:
@@ -238,7 +139,7 @@ def forward(
         y = y.transpose(1, 2).reshape(J, B * T, config.q_size)
         x = x + _attention_out(y, layer, config, dropout)
         x = x + _feed_forward(x, layer, config, dropout)
-    return _rms_norm(x, params.final_norm, config.rms_eps).view(J, B, T, config.hidden_size)
+    return rms_norm(x, params.final_norm, config.rms_eps).view(J, B, T, config.hidden_size)
 
 
 def forward_packed(
@@ -270,7 +171,7 @@ def forward_packed(
             x, y = x.index_select(1, pick), y.index_select(1, pick)
         x = x + _attention_out(y, layer, config, dropout)
         x = x + _feed_forward(x, layer, config, dropout)
-    return _rms_norm(x, params.final_norm, config.rms_eps)
+    return rms_norm(x, params.final_norm, config.rms_eps)
 
 
 def logits(params: Params, hidden: Tensor) -> Tensor:
@@ -370,7 +271,7 @@ def decode(
         y = torch.bmm(scores.view(R * K, groups, width), seen_values)
         x = x + _attention_out(y.reshape(J, B, config.q_size).to(x.dtype), layer, config, None)
         x = x + _feed_forward(x, layer, config, None)
-    return logits(params, _rms_norm(x, params.final_norm, config.rms_eps))
+    return logits(params, rms_norm(x, params.final_norm, config.rms_eps))
 
 
 def rotary_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
@@ -425,23 +326,23 @@ def _adapter_delta(x: Tensor, adapters: tuple[Adapter, ...], rows: int) -> Tenso
 
 
 def _qkv(x: Tensor, layer: LayerParams, config: ModelConfig, dropout: Dropout | None) -> Tensor:
-    return _project(_rms_norm(x, layer.attn_norm, config.rms_eps), layer.qkv, dropout)
+    return _project(rms_norm(x, layer.attn_norm, config.rms_eps), layer.qkv, dropout)
 
 
 def _feed_forward(
     x: Tensor, layer: LayerParams, config: ModelConfig, dropout: Dropout | None
 ) -> Tensor:
-    gate_up = _project(_rms_norm(x, layer.mlp_norm, config.rms_eps), layer.gate_up, dropout)
-    gated = _swiglu(gate_up) if config.gemma is None else _geglu(gate_up)
+    gate_up = _project(rms_norm(x, layer.mlp_norm, config.rms_eps), layer.gate_up, dropout)
+    gated = swiglu(gate_up) if config.gemma is None else geglu(gate_up)
     y = _project(gated, layer.down, dropout)
-    return y if layer.mlp_post_norm is None else _rms_norm(y, layer.mlp_post_norm, config.rms_eps)
+    return y if layer.mlp_post_norm is None else rms_norm(y, layer.mlp_post_norm, config.rms_eps)
 
 
 def _attention_out(
     x: Tensor, layer: LayerParams, config: ModelConfig, dropout: Dropout | None
 ) -> Tensor:
     y = _project(x, layer.attn_out, dropout)
-    return y if layer.attn_post_norm is None else _rms_norm(y, layer.attn_post_norm, config.rms_eps)
+    return y if layer.attn_post_norm is None else rms_norm(y, layer.attn_post_norm, config.rms_eps)
 
 
 def _split_heads(
@@ -457,10 +358,7 @@ def _split_heads(
     H, K, d = config.num_heads, config.num_kv_heads, config.head_dim
     fused = qkv.view(R, T, H + 2 * K, d)
     if layer.q_norm is None or layer.k_norm is None:
-        if torch.is_grad_enabled() and fused.requires_grad:
-            q, k, v = _SplitRotary.apply(fused, cos, sin, H, K)  # type: ignore[no-untyped-call]
-            return q, k, v
-        return _split_rotary(fused, cos, sin, H, K)
+        return split_rotary(fused, cos, sin, H, K)
     q, k, v = torch.split(fused, [H, K, K], 2)
     jobs = qkv.shape[0]
     q = _head_norm(q, layer.q_norm, jobs, config.rms_eps)
@@ -528,116 +426,3 @@ def _visible(positions: Tensor, width: int, window: int | None) -> Tensor:
     distance = positions[..., None] - torch.arange(width, device=positions.device)
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
-
-
-def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the halves of x [..., h, d] into `out`."""
-    a, b = x.chunk(2, -1)
-    out_a, out_b = out.chunk(2, -1)
-    torch.mul(a, cos, out=out_a)
-    out_a.addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=out_b)
-    out_b.addcmul_(a, sin)
-
-
-def _split_rotary(
-    fused: Tensor, cos: Tensor, sin: Tensor, H: int, K: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    R, T, _, d = fused.shape
-    turned = fused.new_empty(R, H + K, T, d)
-    _turn(fused[:, :, : H + K], turned.transpose(1, 2), cos, sin)
-    return turned[:, :H], turned[:, H:], fused[:, :, H + K :].transpose(1, 2)
-
-
-class _SplitRotary(torch.autograd.Function):
-    """Fused rows [R, T, H+2K, d] to rotated q, k and plain v; one buffer each way."""
-
-    @staticmethod
-    def forward(ctx: Any, fused: Tensor, cos: Tensor, sin: Tensor, H: int, K: int) -> Any:  # noqa: ANN401
-        ctx.save_for_backward(cos, sin)
-        ctx.heads = (H, K)
-        R, T, _, d = fused.shape
-        q, k = fused.new_empty(R, H, T, d), fused.new_empty(R, K, T, d)
-        _turn(fused[:, :, :H], q.transpose(1, 2), cos, sin)
-        _turn(fused[:, :, H : H + K], k.transpose(1, 2), cos, sin)
-        return q, k, fused[:, :, H + K :].transpose(1, 2).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor) -> Any:  # noqa: ANN401
-        cos, sin = ctx.saved_tensors
-        H, K = ctx.heads
-        R, _, T, d = grad_q.shape
-        grad = grad_q.new_empty(R, T, H + 2 * K, d)
-        _turn(grad_q.transpose(1, 2), grad[:, :, :H], cos, -sin)
-        _turn(grad_k.transpose(1, 2), grad[:, :, H : H + K], cos, -sin)
-        grad[:, :, H + K :] = grad_v.transpose(1, 2)
-        return grad, None, None, None, None
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """X [J, N, D] scaled to unit root mean square, times weight [J or 1, 1, D]."""
-    if x.is_cuda:
-        return F.rms_norm(x, (x.shape[-1],), eps=eps) * weight
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RmsNorm.apply(x, weight, eps)  # type: ignore[no-any-return, no-untyped-call]
-    if weight.shape[0] == 1:
-        return F.rms_norm(x, (x.shape[-1],), weight.view(-1), eps)
-    return F.rms_norm(x, (x.shape[-1],), eps=eps).mul_(weight)
-
-
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    square: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-    return square.div_(x.shape[-1]).add_(eps).rsqrt_()
-
-
-class _RmsNorm(torch.autograd.Function):
-    """RMS norm with a three-pass backward; the stock CPU one is made of a dozen."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: ANN401
-        inverse = _inverse_rms(x, eps)
-        ctx.save_for_backward(x, weight, inverse)
-        return (x * inverse).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401
-        x, weight, inverse = ctx.saved_tensors
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            summed = (grad * x).mul_(inverse).sum(1, keepdim=True)
-            grad_weight = summed.sum_to_size(weight.shape)
-        scaled = grad * weight
-        along = (scaled * x).sum(-1, keepdim=True).mul_(inverse.pow(3)).div_(-x.shape[-1])
-        return scaled.mul_(inverse).addcmul_(x, along), grad_weight, None
-
-
-def _swiglu(gate_up: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and gate_up.requires_grad:
-        return _SwiGlu.apply(gate_up)  # type: ignore[no-any-return, no-untyped-call]
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
-
-
-def _geglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-class _SwiGlu(torch.autograd.Function):
-    """silu(gate) * up on fused halves; the gradient is written into one buffer."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, -1)
-        out = torch.empty_like(gate_up)
-        out_gate, out_up = out.chunk(2, -1)
-        torch.mul(F.silu(gate), grad, out=out_up)
-        out_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
-        return out

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from starlette.routing import Route
 
 from nestling.core.clock import Clock, SystemClock
 from nestling.core.errors import ConfigError, ModelError, NestlingError
+from nestling.core.listening import base_url, bound_socket
 from nestling.core.seeds import derive_seed
 from nestling.engine.checkpoint import load_model
 from nestling.engine.model import Model
@@ -138,8 +138,8 @@ class ChatServer:
         Raises `ConfigError` when the port is taken.
         """
         config = self._config
-        taken = _bound(config.host, config.port)
-        port = taken.getsockname()[1]
+        taken = bound_socket(config.host, config.port)
+        url = f"{base_url(config.host, taken)}/v1"
         running = uvicorn.Server(
             uvicorn.Config(
                 self.app,
@@ -153,9 +153,8 @@ class ChatServer:
             self._task = group.create_task(running.serve(sockets=[taken]))
             while not running.started and not self._task.done():  # noqa: ASYNC110 (a flag is all there is)
                 await asyncio.sleep(0.005)
-            host = f"[{config.host}]" if ":" in config.host else config.host
             try:
-                yield f"http://{host}:{port}/v1"
+                yield url
             finally:
                 running.should_exit = True
 
@@ -261,18 +260,6 @@ class ChatServer:
                 kind="authentication_error",
                 code="invalid_api_key",
             )
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket at this address."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; expected a free port; "
-            f"choose another"
-        ) from error
 
 
 def _tell(loop: asyncio.AbstractEventLoop, pieces: asyncio.Queue[Piece], piece: Piece) -> None:

@@ -27,8 +27,9 @@ from nestling.engine.learn import (
 )
 from nestling.engine.lora import LoraConfig, LoraWeights
 from nestling.engine.losses import Dppo, ImportanceSampling, Ipo, PpoClip, token_loss
-from nestling.engine.model import Dropout, Model, Params, bind
+from nestling.engine.model import Dropout, Model
 from nestling.engine.optim import AdamW, Muon, Optimizer, Sgd, SignSgd, clip_norm
+from nestling.engine.params import Params, bind
 from nestling.engine.tokenizer import Tokenizer
 from nestling.engine.weights import Weights, split_views
 

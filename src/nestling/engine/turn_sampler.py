@@ -15,7 +15,8 @@ import torch
 
 from nestling.core.errors import ConfigError
 from nestling.engine.decoder import row_uniforms, sample_tokens
-from nestling.engine.model import KVCache, Model, Params, decode, extend
+from nestling.engine.model import KVCache, Model, decode, extend
+from nestling.engine.params import Params
 
 __all__ = ["SamplingParams", "Turn", "TurnSampler"]
 
