@@ -110,9 +110,9 @@ class DashApp:
 
     def warm(self) -> None:
         """Read the newest runs now, so that their first page need not wait for it."""
-        for key in list(find_runs(self._where))[:_NUM_WARM]:
+        for key, folder in list(find_runs(self._where).items())[:_NUM_WARM]:
             with suppress(StoreError):  # its page says what is wrong
-                self._run(key).view()
+                self._kept(key, folder).view()
 
     def _run(self, key: str) -> LiveRun:
         """The run of this name; only names that a search of the folder found are ever opened."""
@@ -120,9 +120,11 @@ class DashApp:
         if folder is None:
             self._runs.pop(key, None)
             raise HTTPException(404, f"There is no run {key!r} in {self._where}.")
-        if key not in self._runs:
-            self._runs[key] = LiveRun(key, folder, self._clock)
-        return self._runs[key]
+        return self._kept(key, folder)
+
+    def _kept(self, key: str, folder: Path) -> LiveRun:
+        """What is known of a run that a search found; one per run, as requests share its reading."""
+        return self._runs.setdefault(key, LiveRun(key, folder, self._clock))
 
     async def _list(self, request: Request) -> Response:
         del request
@@ -130,9 +132,9 @@ class DashApp:
 
     def _list_page(self) -> str:
         lines = []
-        for key in find_runs(self._where):
+        for key, folder in find_runs(self._where).items():
             try:
-                lines.append(RunLine(key=key, view=self._run(key).view()))
+                lines.append(RunLine(key=key, view=self._kept(key, folder).view()))
             except StoreError as error:
                 lines.append(RunLine(key=key, view=None, error=str(error)))
         return self._pages.runs(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Final
 import uvicorn
 
 from nestling.core.clock import Clock, SystemClock
-from nestling.core.errors import ConfigError
+from nestling.core.listening import base_url, bound_socket
 from nestling.dash.app import DashApp
 from nestling.dash.runs import require_runs
 
@@ -59,10 +58,9 @@ async def listening(
     # On loopback other names are refused: a web page could point a name of its own here.
     hosts = [*_LOOPBACK] if is_local else ["*"]
     app = DashApp(where, clock or SystemClock(), token=token, hosts=hosts)
-    bound = _bound(config.host, config.port)
+    bound = bound_socket(config.host, config.port)
     server = _Server(app)
-    shown = f"[{config.host}]" if ":" in config.host else config.host
-    address = f"http://{shown}:{bound.getsockname()[1]}/"
+    address = f"{base_url(config.host, bound)}/"
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(server.serve(sockets=[bound]))
         tasks.create_task(asyncio.to_thread(app.warm))
@@ -102,14 +100,3 @@ class _Server(uvicorn.Server):
         """SIGINT or SIGTERM."""
         self._dash.close()
         super().handle_exit(sig, frame)
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror or error}; expected a free port; "
-            f"choose another with --port, or 0 for any"
-        ) from error
