@@ -10,7 +10,7 @@ from nestling.families import bases
 from nestling.families.registry import ALL, HELD_OUT, get
 from nestling.store.run_store import RunStore
 
-from .conftest import Run
+from .conftest import ROOT, Run
 
 
 def test_families_list_has_all(here: Run) -> None:
@@ -123,6 +123,18 @@ def test_a_state_folder_that_cannot_be_made_is_a_usage_error(
         done = here(*arguments)
         assert done.code == 2
         assert "NESTLING_STATE" in done.err
+
+
+def test_cookbook_says_that_a_cap_is_not_kept(here: Run, tmp_path: Path) -> None:
+    """It ends there all the same: the extra, the tokenizer or the key is missing."""
+    recipe = str(ROOT / "recipes" / "tinker.toml")
+    done = here("cookbook", recipe, "--out", str(tmp_path / "run"))
+    assert done.code == 2
+    assert "warning: learner.max_usd=200 is not kept here" in done.err
+    plain = here("cookbook", str(ROOT / "recipes" / "quick.toml"), "--out", str(tmp_path / "run"))
+    assert plain.code == 2
+    assert "max_usd" not in plain.err
+    assert "expected tinker" in plain.err
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from nestling.cli.options import set_option
+from nestling.cli.options import say, set_option
 from nestling.config import load_recipe
 
 __all__ = ["command"]
@@ -24,11 +24,19 @@ def command(recipe: Path, settings: tuple[str, ...], out: Path) -> int:
     """Train with tinker-cookbook's loop instead of ours; needs the extra `cookbook`.
 
     The recipe needs `[learner] kind = "tinker"`. The cookbook's logs and checkpoints are in
-    OUT/cookbook. It forgets episodes that run when it is interrupted; `nestling run` does not.
+    OUT/cookbook. Unlike `nestling run` it forgets the episodes that an interruption cuts off, and
+    does not keep learner.max_usd.
     """
+    from nestling.outer.config import TinkerConfig
     from nestling.wiring.runs import play_cookbook
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    asyncio.run(play_cookbook(load_recipe(recipe, settings), out))
-    click.echo(f"done: {out / 'cookbook'}", err=True)
+    config = load_recipe(recipe, settings)
+    if isinstance(config.learner, TinkerConfig) and config.learner.max_usd is not None:
+        say(
+            f"warning: learner.max_usd={config.learner.max_usd:g} is not kept here, the cookbook's loop "
+            "makes its own calls; watch what it spends in the service's console"
+        )
+    asyncio.run(play_cookbook(config, out))
+    say(f"done: {out / 'cookbook'}")
     return 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nestling.cli.options import (
+    AGENT_NAMES,
     family_of,
     json_option,
     print_json,
@@ -34,7 +35,7 @@ __all__ = ["command"]
     "--policy",
     required=True,
     metavar="AGENT",
-    help="noop, random, template, oracle, embedded, or embedded:FOLDER with a model or a run.",
+    help=AGENT_NAMES,
 )
 @click.option("--family", required=True, metavar="NAME", help="What the agent is to teach.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nestling.cli.options import (
+    AGENT_NAMES,
     families_of,
     families_option,
     json_option,
@@ -41,8 +42,7 @@ _COLUMNS = (
     "--agents",
     required=True,
     metavar="A,B,...",
-    help="noop, random, template, oracle, embedded, embedded:FOLDER with a model or a run, "
-    "endpoint:URL#MODEL.",
+    help=AGENT_NAMES,
 )
 @families_option("held_out")
 @click.option(

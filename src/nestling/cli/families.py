@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
@@ -11,10 +13,19 @@ from nestling.core.errors import ConfigError
 
 __all__ = ["command"]
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _out_option(default: str) -> Callable[[_F], _F]:
+    return click.option(
+        "--out", type=click.Path(path_type=Path),
+        help=f"A new or empty folder. Default: {default} here.",
+    )  # fmt: skip
+
 
 @click.group("families", cls=Commands)
 def command() -> None:
-    """List, show, check and begin task families."""
+    """List, show, check, package and begin task families."""
 
 
 @command.command("list")
@@ -102,11 +113,7 @@ def show(name: str, num_examples: int, as_json: bool) -> int:
 
 @command.command("package")
 @click.argument("name")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    help="A new or empty folder. Default: nestling-NAME here.",
-)
+@_out_option("nestling-NAME")
 @json_option
 def package(name: str, out: Path | None, as_json: bool) -> int:
     """Write a family as an installable verifiers package.
@@ -128,11 +135,7 @@ def package(name: str, out: Path | None, as_json: bool) -> int:
 
 @command.command("new")
 @click.argument("name")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path),
-    help="A new or empty folder. Default: NAME-family here.",
-)
+@_out_option("NAME-family")
 @json_option
 def new(name: str, out: Path | None, as_json: bool) -> int:
     """Begin a family of your own: an installable package whose tests pass as it stands."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nestling.config import RunConfig
 
 __all__ = [
+    "AGENT_NAMES",
     "Commands",
     "families_of",
     "families_option",
@@ -30,6 +31,12 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+AGENT_NAMES = (
+    "noop, random, template, oracle, embedded, embedded:FOLDER with a model or a run, "
+    "endpoint:URL#MODEL."
+)
+"""What `bench.agents.read_agent` takes, for help texts."""
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="One JSON object as the last line."
