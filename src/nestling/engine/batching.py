@@ -50,6 +50,29 @@ class MicroBatch:
     ce: Tensor
     """[J, K]: cross-entropy weights."""
 
+    @classmethod
+    def on(
+        cls,
+        device: torch.device | str,
+        ids: npt.NDArray[np.int64],
+        index: npt.NDArray[np.int64],
+        values: npt.NDArray[np.float32],
+    ) -> MicroBatch:
+        """Move ids [J, B, T], index [2, J, K] (pick, target) and values [4, J, K] in one piece each.
+
+        The values are action, old_logp, advantage and ce.
+        """
+        moved_index, moved = torch.from_numpy(index).to(device), torch.from_numpy(values).to(device)
+        return cls(
+            ids=torch.from_numpy(ids).to(device),
+            pick=moved_index[0],
+            target=moved_index[1],
+            action=moved[0],
+            old_logp=moved[1],
+            advantage=moved[2],
+            ce=moved[3],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRow:
@@ -129,13 +152,4 @@ def _pack(rows_J: list[list[PreparedRow]], longest: int, device: torch.device | 
             values[0, j, span], values[1, j, span] = row.action, row.old_logp
             values[2, j, span], values[3, j, span] = row.advantage, row.ce
             k += len(row.place)
-    moved_index, moved = torch.from_numpy(index).to(device), torch.from_numpy(values).to(device)
-    return MicroBatch(
-        ids=torch.from_numpy(ids).to(device),
-        pick=moved_index[0],
-        target=moved_index[1],
-        action=moved[0],
-        old_logp=moved[1],
-        advantage=moved[2],
-        ce=moved[3],
-    )
+    return MicroBatch.on(device, ids, index, values)

@@ -7,7 +7,6 @@ jobs never mix, so a stack gives each job what it would get alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from nestling.core.errors import ConfigError
 from nestling.engine.batching import MicroBatch, TrainRow, micro_batches
+from nestling.engine.leaves import Leaves, trained_tensor
 from nestling.engine.lora import LoraConfig, LoraWeights
 from nestling.engine.losses import (
     Dppo,
@@ -38,7 +38,8 @@ from nestling.engine.optim import (
 )
 from nestling.engine.packing import PackedBatch, packed_batches
 from nestling.engine.params import Params, bind
-from nestling.engine.weights import Weights, layout, parts, split_views
+from nestling.engine.step_stats import LossStats, LossTotals, StepStats
+from nestling.engine.weights import Weights
 
 __all__ = [
     "AdamW",
@@ -48,7 +49,6 @@ __all__ = [
     "LoraConfig",
     "LossConfig",
     "LossStats",
-    "LossTotals",
     "Muon",
     "OptimConfig",
     "PolicyTrainer",
@@ -58,46 +58,12 @@ __all__ = [
     "StepStats",
     "SupervisedTrainer",
     "TrainRow",
-    "projection_matrices",
     "target_logprobs",
 ]
 
 _CPU_TOKENS, _CUDA_TOKENS = 4096, 65536
 _PACKED_TOKENS = 1536
 """Fewer tokens keep activations in the processor's cache; of 256 to 4096, 1024 and 2048 were the fastest."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossStats:
-    """One job's batch; means are over its action tokens."""
-
-    loss: float
-    num_rows: int
-    """Rows with a non-zero advantage (or cross-entropy weight): the ones trained on."""
-    num_tokens: int
-    """Action tokens, the normaliser."""
-    mean_abs_ratio_minus_1: float
-    """How far the learner's probabilities are from the sampler's; about 0 right after sampling."""
-    max_abs_logp_diff: float
-    dropped_fraction: float
-    """Tokens clipped or dropped by the trust region."""
-    mean_logp: float
-    """Its negative estimates the policy's entropy per token."""
-    reference_kl: float
-    ce_loss: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """One optimiser step of one job."""
-
-    lr: float
-    grad_norm: float
-    """Before clipping."""
-    updated: bool
-    """False when no row carried a gradient: weights and optimiser state are untouched."""
-    step: int
-    """Optimiser steps taken so far by the trainer."""
 
 
 def target_logprobs(
@@ -233,7 +199,11 @@ class PolicyTrainer:
         totals: LossTotals,
     ) -> None:
         logp = target_logprobs(
-            self._trained.params(), self._model, batch, temperature, self._dropout
+            self._trained.leaves.params(self._model.cast),
+            self._model,
+            batch,
+            temperature,
+            self._dropout,
         )
         loss, dropped = token_loss(self._loss, logp, batch.old_logp, batch.advantage)
         kl = None
@@ -243,7 +213,7 @@ class PolicyTrainer:
         # A padded or cross-entropy-only place has action 0; where() keeps its overflow out of the sum.
         policy_J = torch.where(batch.action > 0, loss, 0.0).sum(1) / tokens.clamp(min=1)
         ce_J = -(batch.ce * logp).sum(1) / ce_tokens.clamp(min=1)
-        self._trained.accumulate(policy_J.sum() + ce_J.sum())
+        self._trained.leaves.accumulate(policy_J.sum() + ce_J.sum())
         totals.add(batch, logp.detach(), dropped, policy_J.detach(), ce_J.detach(), kl)
 
     @torch.no_grad()
@@ -251,7 +221,7 @@ class PolicyTrainer:
         self, batch: MicroBatch | PackedBatch, temperature: Tensor | None
     ) -> Tensor:
         assert self._reference is not None
-        params = bind(self._model.config, self._reference.views(), dtype=_cast(self._model))
+        params = bind(self._model.config, self._reference.views(), dtype=self._model.cast)
         return target_logprobs(params, self._model, batch, temperature)
 
 
@@ -282,9 +252,11 @@ class SupervisedTrainer:
         scale = torch.tensor([1.0 / max(count, 1) for count in tokens], device=device)
         total = torch.zeros(len(rows_J), device=device)
         for batch in _batches(self._model, rows_J, self._budget):
-            logp = target_logprobs(self._trained.params(), self._model, batch)
+            logp = target_logprobs(
+                self._trained.leaves.params(self._model.cast), self._model, batch
+            )
             loss_J = -(batch.action * logp).sum(1) * scale
-            self._trained.accumulate(loss_J.sum())
+            self._trained.leaves.accumulate(loss_J.sum())
             total += loss_J.detach()
         self._trained.note([count > 0 for count in tokens])
         self._trained.step(lr)
@@ -295,7 +267,9 @@ class SupervisedTrainer:
         total, count = 0.0, 0.0
         with torch.no_grad():
             for batch in _batches(self._model, [rows], self._budget):
-                logp = target_logprobs(self._trained.params(), self._model, batch)
+                logp = target_logprobs(
+                    self._trained.leaves.params(self._model.cast), self._model, batch
+                )
                 total -= float((batch.action * logp).sum())
                 count += float(batch.action.sum())
         return total / max(count, 1.0)
@@ -310,43 +284,16 @@ class SupervisedTrainer:
 
 
 class _Trained:
-    """The trained tensors as leaves whose gradients land in one flat tensor, and their optimiser."""
+    """The trained tensors, their gradient and their optimiser."""
 
     def __init__(self, model: Model, optim: AdamW | Sgd | Muon | SignSgd) -> None:
-        self._model, self._optim = model, optim
-        if model.lora is None:
-            self.flat = model.weights.flat
-            matrices = projection_matrices(model)
-        else:
-            self.flat = model.lora.flat
-            matrices = model.lora.matrices()
-        self.grad = torch.zeros_like(self.flat)
-        self._leaves = {
-            name: view.detach().requires_grad_() for name, view in self._split(self.flat).items()
-        }
-        self._grads = list(self._split(self.grad).values())
+        self._optim = optim
+        self.flat, matrices = trained_tensor(model)
+        self.leaves = Leaves(model, self.flat)
+        self.grad = self.leaves.grad
         self._optimizer = Optimizer(optim, self.flat, matrices)
         self._pending = [False] * self.flat.shape[0]
         self._count = 0
-
-    def _split(self, flat: Tensor) -> dict[str, Tensor]:
-        if self._model.lora is None:
-            return split_views(self._model.config, flat)
-        return self._model.lora.views(flat)
-
-    def params(self) -> Params:
-        """Tensors for a forward pass that records gradients for the trained ones."""
-        model, dtype = self._model, _cast(self._model)
-        if model.lora is None:
-            return bind(model.config, self._leaves, dtype=dtype)
-        base = {name: view.detach() for name, view in model.weights.views().items()}
-        return bind(model.config, base, adapters=model.lora.adapters(self._leaves), dtype=dtype)
-
-    def accumulate(self, loss: Tensor) -> None:
-        """Add the gradient of a scalar to `grad`."""
-        torch._foreach_add_(
-            self._grads, list(torch.autograd.grad(loss, list(self._leaves.values())))
-        )
 
     def note(self, has_gradient: Sequence[bool]) -> None:
         """Remember which jobs have something to apply."""
@@ -393,58 +340,6 @@ class _Trained:
         self._optimizer.load_state_dict(state["optimizer"])
 
 
-class LossTotals:
-    """Sums over a batch's micro-batches, kept on the device until the end."""
-
-    def __init__(self, num_jobs: int, device: torch.device) -> None:
-        self._sums = torch.zeros(7, num_jobs, device=device)
-
-    def add(
-        self,
-        batch: MicroBatch | PackedBatch,
-        logp: Tensor,
-        dropped: Tensor,
-        policy_J: Tensor,
-        ce_J: Tensor,
-        kl: Tensor | None,
-        jobs: Tensor | None = None,
-    ) -> None:
-        """Add a micro-batch of all jobs, or of those whose numbers are given."""
-        action = batch.action > 0
-        diff = torch.where(action, logp - batch.old_logp, 0.0)
-        sums = self._sums if jobs is None else self._sums[:, jobs]
-        sums[0] += policy_J + ce_J
-        sums[1] += (diff.exp() - 1).abs().sum(1)
-        sums[2] = torch.maximum(sums[2], diff.abs().amax(1))
-        sums[3] += (dropped & action).sum(1)
-        sums[4] += torch.where(action, logp, 0.0).sum(1)
-        if kl is not None:
-            sums[5] += torch.where(action, kl.detach(), 0.0).sum(1)
-        sums[6] += ce_J
-        if jobs is not None:
-            self._sums[:, jobs] = sums
-
-    def stats(self, num_rows: list[int], tokens: list[float]) -> list[LossStats]:
-        """Per job, given its rows and action tokens."""
-        found = []
-        for j, (loss, ratio, diff, dropped, logp, kl, ce) in enumerate(self._sums.T.tolist()):
-            count = max(tokens[j], 1.0)
-            found.append(
-                LossStats(
-                    loss=loss,
-                    num_rows=num_rows[j],
-                    num_tokens=int(tokens[j]),
-                    mean_abs_ratio_minus_1=ratio / count,
-                    max_abs_logp_diff=diff,
-                    dropped_fraction=dropped / count,
-                    mean_logp=logp / count,
-                    reference_kl=kl / count,
-                    ce_loss=ce,
-                )
-            )
-        return found
-
-
 def _rates(lr: float | Sequence[float], jobs: int) -> list[float]:
     return [float(lr)] * jobs if isinstance(lr, int | float) else list(lr)
 
@@ -474,17 +369,3 @@ def _batches(
     if _is_packed(model):
         return packed_batches(rows_J[0], budget)
     return micro_batches(rows_J, budget, model.device)
-
-
-def _cast(model: Model) -> torch.dtype | None:
-    return None if model.compute_dtype == torch.float32 else model.compute_dtype
-
-
-def projection_matrices(model: Model) -> list[tuple[int, int, int]]:
-    """(offset, rows, columns) of every projection inside a model's flat weights."""
-    offsets = {slot.name: slot.offset for slot in layout(model.config)}
-    return [
-        (offsets[part.slot] + part.start_row * part.shape[1], part.shape[0], part.shape[1])
-        for part in parts(model.config)
-        if len(part.shape) == 2 and part.slot not in ("embed", "lm_head")
-    ]

@@ -75,9 +75,11 @@ class Model:
         """Detached tensors for sampling; float32 ones share the master's memory."""
         views = {name: view.detach() for name, view in self.weights.views().items()}
         adapters = None if self.lora is None else self.lora.adapters()
-        return bind(self.config, views, adapters=adapters, dtype=self._dtype())
+        return bind(self.config, views, adapters=adapters, dtype=self.cast)
 
-    def _dtype(self) -> torch.dtype | None:
+    @property
+    def cast(self) -> torch.dtype | None:
+        """What `bind` casts weights to; None: they are float32 already."""
         return None if self.compute_dtype == torch.float32 else self.compute_dtype
 
 

@@ -24,7 +24,6 @@ from nestling.core.errors import JobFailedError
 from nestling.engine.advantage import observation_weights
 from nestling.engine.checkpoint import load_model, save_model
 from nestling.engine.lane_decoder import LaneDecoder, LanePlan, plan_for
-from nestling.engine.learn import LossStats, StepStats
 from nestling.engine.model import Model
 from nestling.engine.stack_plan import StackShape
 from nestling.engine.stack_play import Ints, LanePlay, Play, Played, Turns, check_ids
@@ -37,6 +36,7 @@ from nestling.engine.stack_train import (
     is_out_of_memory,
     train_jobs,
 )
+from nestling.engine.step_stats import LossStats, StepStats
 from nestling.engine.weights import Weights
 
 __all__ = [

@@ -17,21 +17,15 @@ import torch
 from torch import Tensor
 
 from nestling.engine.batching import MicroBatch
-from nestling.engine.config import ModelConfig
-from nestling.engine.learn import (
-    LossStats,
-    LossTotals,
-    StepStats,
-    projection_matrices,
-    target_logprobs,
-)
+from nestling.engine.learn import target_logprobs
+from nestling.engine.leaves import Leaves, trained_tensor
 from nestling.engine.lora import LoraConfig, LoraWeights
 from nestling.engine.losses import Dppo, ImportanceSampling, Ipo, PpoClip, token_loss
 from nestling.engine.model import Dropout, Model
 from nestling.engine.optim import AdamW, Muon, Optimizer, Sgd, SignSgd, clip_norm
-from nestling.engine.params import Params, bind
+from nestling.engine.step_stats import LossStats, LossTotals, StepStats
 from nestling.engine.tokenizer import Tokenizer
-from nestling.engine.weights import Weights, split_views
+from nestling.engine.weights import Weights
 
 __all__ = [
     "JobSettings",
@@ -107,8 +101,7 @@ class StackedJob:
             generator = torch.Generator().manual_seed(settings.seed)
             lora = LoraWeights.init(base.config, settings.lora, 1, generator, device)
         self.model = Model(config=base.config, weights=weights, tokenizer=tokenizer, lora=lora)
-        self.flat = weights.flat if lora is None else lora.flat
-        matrices = projection_matrices(self.model) if lora is None else lora.matrices()
+        self.flat, matrices = trained_tensor(self.model)
         self._optimizer = Optimizer(settings.optim, self.flat, matrices)
         share = 0.0 if settings.lora is None else settings.lora.dropout
         self.dropout: Dropout | None = None
@@ -209,7 +202,8 @@ def launch_gradients(
     device = jobs[0].flat.device
     # A single job's tensors are used where they are: no copy, and the numbers of a lone trainer.
     flat = jobs[0].flat if len(jobs) == 1 else torch.cat([job.flat for job in jobs])
-    bound = _Bound(jobs, flat, dtype)
+    model = jobs[0].model
+    leaves = Leaves(model, flat)
     weights = [_ce_weights(update) for update in updates]
     kept = [_kept(update, ce) for update, ce in zip(updates, weights, strict=True)]
     action = [
@@ -233,50 +227,14 @@ def launch_gradients(
         where = torch.tensor(index, device=device)
         temperature = torch.tensor([updates[j].temperature for j in index], device=device)
         logp = target_logprobs(
-            bound.params(index), bound.model, batch, temperature, jobs[index[0]].dropout
+            leaves.params(dtype, index), model, batch, temperature, jobs[index[0]].dropout
         )
         loss, dropped = _losses([jobs[j].settings.loss for j in index], logp, batch)
         policy = torch.where(batch.action > 0, loss, 0.0).sum(1) / tokens[where].clamp(min=1)
         ce_loss = -(batch.ce * logp).sum(1) / ce_tokens[where].clamp(min=1)
-        bound.accumulate(policy.sum() + ce_loss.sum())
+        leaves.accumulate(policy.sum() + ce_loss.sum())
         totals.add(batch, logp.detach(), dropped, policy.detach(), ce_loss.detach(), None, where)
-    return bound.grad, totals, counts
-
-
-class _Bound:
-    """Leaves over the jobs' trained tensors, and where their gradients land."""
-
-    def __init__(self, jobs: Sequence[StackedJob], flat: Tensor, dtype: torch.dtype | None) -> None:
-        self.model = jobs[0].model
-        self._config: ModelConfig = self.model.config
-        self._dtype, self._num_jobs = dtype, len(jobs)
-        self.grad = torch.zeros_like(flat)
-        self._leaves = {
-            name: view.detach().requires_grad_() for name, view in self._split(flat).items()
-        }
-        self._grads = list(self._split(self.grad).values())
-
-    def params(self, index: Sequence[int]) -> Params:
-        """Tensors of some of the jobs for a forward pass that records gradients."""
-        leaves = self._leaves
-        if len(index) < self._num_jobs:
-            where = torch.tensor(list(index), device=self.grad.device)
-            leaves = {name: leaf.index_select(0, where) for name, leaf in leaves.items()}
-        lora = self.model.lora
-        if lora is None:
-            return bind(self._config, leaves, dtype=self._dtype)
-        base = {name: view.detach() for name, view in self.model.weights.views().items()}
-        return bind(self._config, base, adapters=lora.adapters(leaves), dtype=self._dtype)
-
-    def accumulate(self, loss: Tensor) -> None:
-        """Add the gradient of a scalar."""
-        torch._foreach_add_(
-            self._grads, list(torch.autograd.grad(loss, list(self._leaves.values())))
-        )
-
-    def _split(self, flat: Tensor) -> dict[str, Tensor]:
-        lora = self.model.lora
-        return split_views(self._config, flat) if lora is None else lora.views(flat)
+    return leaves.grad, totals, counts
 
 
 def _losses(
@@ -382,13 +340,4 @@ def _pack(
         values[0, j, span] = sampled
         values[1, j, span] = np.where(sampled, rows.logprobs[n, t + 1], 0.0)
         values[2, j, span], values[3, j, span] = update.advantages[n], ce[n, t + 1]
-    moved_index, moved = torch.from_numpy(index).to(device), torch.from_numpy(values).to(device)
-    return MicroBatch(
-        ids=torch.from_numpy(ids).to(device),
-        pick=moved_index[0],
-        target=moved_index[1],
-        action=moved[0],
-        old_logp=moved[1],
-        advantage=moved[2],
-        ce=moved[3],
-    )
+    return MicroBatch.on(device, ids, index, values)
