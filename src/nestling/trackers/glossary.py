@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nestling.outer.episode_facts import Summary
@@ -20,7 +20,6 @@ __all__ = [
     "STEP",
     "STEP_METRICS",
     "Metric",
-    "glossary_markdown",
     "step_metrics",
     "sweep_metrics",
 ]
@@ -166,20 +165,6 @@ def sweep_metrics(step: int, sweep: Sweep) -> dict[str, float]:
             found[f"{name}_lo"] = one.difference.lo
             found[f"{name}_hi"] = one.difference.hi
     return _finite(found)
-
-
-def glossary_markdown() -> str:
-    """Both tables for `docs/metrics.md`."""
-    return "\n".join(_lines()) + "\n"
-
-
-def _lines() -> Iterator[str]:
-    yield "| metric | meaning |"
-    yield "| --- | --- |"
-    for metric in STEP_METRICS:
-        yield f"| `{metric.name}` | {metric.meaning} |"
-    for name, meaning in FAMILY_METRICS.items():
-        yield f"| `{name}` | {meaning} |"
 
 
 def _policy(arm: str) -> str:
