@@ -17,10 +17,21 @@ from markupsafe import Markup
 from nestling.outer.stats import Estimate
 from nestling.report.shown import number
 
-__all__ = ["Line", "Point", "interval_mark", "line_chart", "line_of", "share_bar", "sparkline"]
+__all__ = [
+    "Line",
+    "Point",
+    "interval_mark",
+    "level_of",
+    "line_chart",
+    "line_of",
+    "share_bar",
+    "sparkline",
+]
 
 _INNER = 1000.0
 """Side of the stretched inner drawing."""
+_ARMS = ("noop", "random", "template", "oracle")
+"""Reference policies that have a look of their own."""
 _X_TICKS = 7
 _Y_TICKS = 5
 
@@ -68,6 +79,11 @@ def line_of(label: str, look: str, pairs: Sequence[tuple[int, Estimate | None]])
         if one is not None
     ]
     return Line(label=label, look=look, points=points)
+
+
+def level_of(arm: str, points: Sequence[Point]) -> Line:
+    """The level of a reference policy."""
+    return Line(label=arm, look=arm if arm in _ARMS else "other", points=points, is_level=True)
 
 
 def line_chart(

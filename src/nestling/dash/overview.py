@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from nestling.dash.chart import Line, Point, line_chart, line_of
+from nestling.dash.chart import Line, Point, level_of, line_chart, line_of
 from nestling.dash.live_run import RunView
 from nestling.outer.stats import Estimate
 from nestling.report.run_data import RunData
-from nestling.report.shown import duration, number, percent, usd
+from nestling.report.shown import duration, number, percent, signed, usd
 
 __all__ = ["Figure", "Tile", "figures", "tiles", "time_left_s"]
 
-_LEVELS = ("noop", "random", "template", "oracle")
 _LOOKS = ("a", "b", "c", "d", "e")
 
 
@@ -53,7 +52,7 @@ def tiles(view: RunView) -> list[Tile]:
             "Uplift, last step",
             summary.uplift if summary else None,
             "post − best untrained; a no-op has 0",
-            signed=True,
+            is_gain=True,
         ),
         _estimate_tile(
             "Held-out gain",
@@ -62,7 +61,7 @@ def tiles(view: RunView) -> list[Tile]:
             + (f", p = {gain.p_value:.3g}" if gain.p_value is not None else "")
             if gain
             else "no trained checkpoint measured yet",
-            signed=True,
+            is_gain=True,
         ),
         Tile(
             name="Valid, last step",
@@ -166,11 +165,9 @@ def figures(data: RunData) -> list[Figure]:
 def _levels(data: RunData) -> list[Line]:
     arms = sorted({arm for row in data.steps for arm in row.references})
     lines = [
-        Line(
-            label=arm,
-            look=arm if arm in _LEVELS else "other",
-            is_level=True,
-            points=[
+        level_of(
+            arm,
+            [
                 Point(x=row.step, mean=row.references[arm])
                 for row in data.steps
                 if arm in row.references
@@ -213,15 +210,13 @@ def _kl(data: RunData) -> list[Line]:
     return [Line(label="KL", look="a", points=points)]
 
 
-def _estimate_tile(name: str, one: Estimate | None, note: str, *, signed: bool = False) -> Tile:
+def _estimate_tile(name: str, one: Estimate | None, note: str, *, is_gain: bool = False) -> Tile:
     interval, look = "", ""
     if one is not None and one.lo is not None and one.hi is not None:
         interval = f"[{number(one.lo)}, {number(one.hi)}]"
-        if signed:
+        if is_gain:
             look = "good" if one.lo > 0 else "bad" if one.hi < 0 else ""
-    value = number(one.mean if one else None)
-    if signed and one is not None and one.mean > 0:
-        value = f"+{value}"
+    value = (signed if is_gain else number)(one.mean if one else None)
     return Tile(name=name, value=value, interval=interval, note=note, look=look)
 
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from nestling import __version__
 from nestling.dash import chart, overview
-from nestling.dash.chart import Line, Point, line_chart, line_of
+from nestling.dash.chart import Line, Point, level_of, line_chart, line_of
 from nestling.dash.listing import Asked, list_episodes
 from nestling.dash.live_run import RunView
 from nestling.dash.step_groups import groups_of, mean_reward, waiting_groups
@@ -54,11 +54,11 @@ class Pages:
     def __init__(self) -> None:
         self._environment = environment("nestling.dash")
         self._environment.filters.update(
-            signed=_signed,
             clock=_clock,
             spaced=lambda text: str(text).replace("_", " "),
             part=lambda text: quote(str(text), safe="/"),
         )
+        self._environment.tests["checkpoint"] = is_checkpoint
         self._environment.globals.update(
             views=VIEWS,
             version=__version__,
@@ -295,12 +295,7 @@ def _held_out_chart(data: RunData) -> object:
         return ""
     steps = [step for step, _ in agent]
     levels = [
-        Line(
-            label=arm,
-            look=arm if arm in ("noop", "random", "template", "oracle") else "other",
-            is_level=True,
-            points=[Point(x=step, mean=mean) for step in steps],
-        )
+        level_of(arm, [Point(x=step, mean=mean) for step in steps])
         for arm, mean in sorted(arms.items())
     ]
     return line_chart(
@@ -325,13 +320,6 @@ def _gains(
     families = list(dict.fromkeys(one.family for one in found))
     found.sort(key=lambda one: families.index(one.family))
     return against, [(one.arm, one.family, one.difference) for one in found]
-
-
-def _signed(value: float | None, digits: int = 3) -> str:
-    if value is None:
-        return shown.number(None)
-    text = shown.number(value, digits)
-    return f"+{text}" if value > 0 and not text.startswith("-") else text
 
 
 def _clock(seconds: float | None) -> str:

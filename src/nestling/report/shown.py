@@ -7,7 +7,17 @@ from datetime import UTC, datetime
 
 from nestling.outer.stats import Estimate
 
-__all__ = ["duration", "estimate", "moment", "number", "p_value", "percent", "usd", "visible"]
+__all__ = [
+    "duration",
+    "estimate",
+    "moment",
+    "number",
+    "p_value",
+    "percent",
+    "signed",
+    "usd",
+    "visible",
+]
 
 NOTHING = "–"
 _MAX_CHARS = 20_000
@@ -18,6 +28,11 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 def number(value: float | None, digits: int = 3) -> str:
     """Fixed decimals, or a dash for nothing."""
     return NOTHING if value is None else _fixed(value, digits)
+
+
+def signed(value: float | None, digits: int = 3) -> str:
+    """As `number`, with a plus sign before what is above 0."""
+    return f"+{number(value, digits)}" if value is not None and value > 0 else number(value, digits)
 
 
 def percent(value: float | None) -> str:
