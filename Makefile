@@ -1,4 +1,5 @@
 # make run    sets everything up and runs the nested loop on this machine, then writes a report
+# make test-fast  the test suite alone
 # make test   the same set-up, all checks, the documentation, the test suite and the red team
 # make test-slow  the long tests: chaos, fuzzing by the hundred thousand, real jobs, the dashboard in chromium
 # make check  lint, types, import contracts, spelling (no tests)
