@@ -12,15 +12,14 @@ from nestling.core.clock import SystemClock
 from nestling.engine.decoder import row_uniforms
 from nestling.engine.lane_decoder import LanePlan
 from nestling.engine.sampler import SamplingParams
-from nestling.engine.stack import (
+from nestling.engine.stack import Stack, TrainRequest
+from nestling.engine.stack_events import (
     Event,
     Failed,
     Finished,
     Joined,
     Saved,
-    Stack,
     Trained,
-    TrainRequest,
     TurnsEnded,
 )
 from nestling.engine.stack_plan import StackShape

@@ -19,7 +19,8 @@ from nestling.engine.decoder import row_uniforms
 from nestling.engine.device import free_bytes, set_precision
 from nestling.engine.learn import AdamW, Dppo
 from nestling.engine.sampler import SamplingParams
-from nestling.engine.stack import Failed, Finished, Joined, Stack, Trained, TrainRequest, TurnsEnded
+from nestling.engine.stack import Stack, TrainRequest
+from nestling.engine.stack_events import Failed, Finished, Joined, Trained, TurnsEnded
 from nestling.engine.stack_plan import Precision, StackShape, shape_table
 from nestling.engine.stack_play import Play
 from nestling.engine.stack_train import JobSettings

@@ -25,8 +25,17 @@ from nestling.engine.advantage import observation_weights
 from nestling.engine.checkpoint import load_model, save_model
 from nestling.engine.lane_decoder import LaneDecoder, LanePlan, plan_for
 from nestling.engine.model import Model
+from nestling.engine.stack_events import (
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    Saved,
+    Trained,
+    TurnsEnded,
+)
 from nestling.engine.stack_plan import StackShape
-from nestling.engine.stack_play import Ints, LanePlay, Play, Played, Turns, check_ids
+from nestling.engine.stack_play import Ints, LanePlay, Play, Played, check_ids
 from nestling.engine.stack_train import (
     JobSettings,
     PlayedRows,
@@ -36,80 +45,13 @@ from nestling.engine.stack_train import (
     is_out_of_memory,
     train_jobs,
 )
-from nestling.engine.step_stats import LossStats, StepStats
 from nestling.engine.weights import Weights
 
-__all__ = [
-    "Event",
-    "Failed",
-    "Finished",
-    "Joined",
-    "Saved",
-    "Stack",
-    "TrainRequest",
-    "Trained",
-    "TurnsEnded",
-]
+__all__ = ["Stack", "TrainRequest"]
 
 _log = logging.getLogger(__name__)
 _TRAIN_SHARE = 0.5
 """Training together waits until this share of the jobs that train are ready, or nothing is left to decode."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """The job holds its memory and may play."""
-
-    job: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnsEnded:
-    """Turns that want an answer."""
-
-    job: int
-    turns: Turns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """A play is over."""
-
-    job: int
-    played: Played
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """A training step is done."""
-
-    job: int
-    loss: LossStats
-    step: StepStats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """The trained weights are in a folder."""
-
-    job: int
-    base_hash: str
-    final_hash: str
-    delta_norm: float
-    is_finite: bool
-    """False: nothing was written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """The job is gone; the others go on."""
-
-    job: int
-    reason: str
-    detail: str
-
-
-Event = Joined | TurnsEnded | Finished | Trained | Saved | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

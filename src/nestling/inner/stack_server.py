@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from nestling.core.clock import Clock
 from nestling.core.errors import ConfigError, ModelError
-from nestling.engine import stack as engine
+from nestling.engine import stack_events
 from nestling.engine.device import describe, free_bytes, set_precision, use
 from nestling.engine.sampler import SamplingParams
 from nestling.engine.stack import Stack, TrainRequest
@@ -225,7 +225,7 @@ class StackServer:
 
     # --- events -------------------------------------------------------------------------------
 
-    def _tell(self, stack: Stack, event: engine.Event) -> None:
+    def _tell(self, stack: Stack, event: stack_events.Event) -> None:
         client = self._clients.get(event.job)
         if client is not None:
             self._send(client, _message(event, stack.busy_s(event.job)))
@@ -307,8 +307,8 @@ def _worked(message: wire.Supervise) -> tuple[PlayedRows, npt.NDArray[np.float32
     return rows, weights.reshape(shape)
 
 
-def _message(event: engine.Event, busy_s: float) -> wire.FromStack:
-    if isinstance(event, engine.TurnsEnded):
+def _message(event: stack_events.Event, busy_s: float) -> wire.FromStack:
+    if isinstance(event, stack_events.TurnsEnded):
         turns = event.turns
         return wire.TurnsEnded(
             rollouts=wire.pack_ints(turns.rows),
@@ -316,7 +316,7 @@ def _message(event: engine.Event, busy_s: float) -> wire.FromStack:
             ids=wire.pack_ints(turns.ids),
             truncated=turns.truncated.tobytes(),
         )
-    if isinstance(event, engine.Finished):
+    if isinstance(event, stack_events.Finished):
         played = event.played
         return wire.Finished(
             width=played.ids.shape[1],
@@ -329,9 +329,9 @@ def _message(event: engine.Event, busy_s: float) -> wire.FromStack:
             stops=wire.pack_ints(played.stops),
             busy_s=busy_s,
         )
-    if isinstance(event, engine.Trained):
+    if isinstance(event, stack_events.Trained):
         return wire.Trained(loss=event.loss, step=event.step, busy_s=busy_s)
-    if isinstance(event, engine.Saved):
+    if isinstance(event, stack_events.Saved):
         return wire.Saved(
             base_hash=event.base_hash,
             final_hash=event.final_hash,
@@ -339,6 +339,6 @@ def _message(event: engine.Event, busy_s: float) -> wire.FromStack:
             is_finite=event.is_finite,
             busy_s=busy_s,
         )
-    if isinstance(event, engine.Failed):
+    if isinstance(event, stack_events.Failed):
         return wire.Failed(reason=event.reason, detail=event.detail)
     return wire.Joined()

@@ -181,7 +181,7 @@ class Trained(_Message, frozen=True):
 
 
 class Saved(_Message, frozen=True):
-    """See `engine.stack.Saved`."""
+    """See `engine.stack_events.Saved`."""
 
     base_hash: str
     final_hash: str
