@@ -1,7 +1,8 @@
 """Recipe of the embedded agent: demonstrations, tokenizer, supervised training.
 
-Two stages: `make_corpus` plays the noisy demonstrator and writes token ids, `train_agent` fits a small
-decoder on them and can be repeated alone. Agent tokens alone carry loss. Ids are built segment by segment, exactly as an episode builds them.
+Two stages: `make_corpus` plays the noisy demonstrator and writes token ids, `train_agent` fits a
+small decoder on them and can be repeated alone. Agent tokens alone carry loss. Ids are built segment
+by segment, exactly as an episode builds them.
 """
 
 from __future__ import annotations

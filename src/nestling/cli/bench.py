@@ -32,7 +32,10 @@ __all__ = ["command", "measured", "out_option"]
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _RESULTS = Path("results") / "bench"
-_runs = click.option("--runs", type=click.IntRange(1, 100), default=5, show_default=True)
+_runs = click.option(
+    "--runs", type=click.IntRange(1, 100), default=5, show_default=True,
+    help="Repetitions; medians are told.",
+)  # fmt: skip
 
 
 def out_option(name: str, help_text: str = "File for the figures.") -> Callable[[_F], _F]:
@@ -59,7 +62,8 @@ def list_benchmarks() -> int:
 
 @command.command("spread")
 @families_option("training")
-@click.option("--seeds", type=click.IntRange(1, 100), default=3, show_default=True)
+@click.option("--seeds", type=click.IntRange(1, 100), default=3, show_default=True,
+              help="Training seeds of each job.")  # fmt: skip
 @click.option("--items", type=click.IntRange(8, 10_000), help="Hidden items per score.")
 @click.option("--jobs", metavar="A,B,...", help="Some of the reference jobs only.")
 @click.option(

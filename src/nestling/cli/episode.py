@@ -38,7 +38,8 @@ __all__ = ["command"]
     help=AGENT_NAMES,
 )
 @click.option("--family", required=True, metavar="NAME", help="What the agent is to teach.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True,
+              help="Root of tasks and of the agent's sampling.")  # fmt: skip
 @click.option("--show", "is_shown", is_flag=True, help="Print the whole transcript.")
 @room_options
 @json_option

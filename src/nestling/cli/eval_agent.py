@@ -49,7 +49,8 @@ _COLUMNS = (
     "-n", "episodes", type=click.IntRange(1, 10_000), default=8, show_default=True,
     help="Episodes per agent and family.",
 )  # fmt: skip
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True,
+              help="Root of tasks and of the agent's sampling.")  # fmt: skip
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, file_okay=False),

@@ -71,8 +71,10 @@ def bench(
 
 
 @command.command("simulate")
-@click.option("--jobs", type=click.IntRange(1), default=40, show_default=True)
-@click.option("--workers", type=click.IntRange(1), default=16, show_default=True)
+@click.option("--jobs", type=click.IntRange(1), default=40, show_default=True,
+              help="Jobs of all groups together.")  # fmt: skip
+@click.option("--workers", type=click.IntRange(1), default=16, show_default=True,
+              help="Workers in the pool.")  # fmt: skip
 @click.option(
     "--deaths-per-minute", type=click.FloatRange(0, 1, max_open=True), default=0.0,
     show_default=True, help="Share of the busy workers that die in a minute; 0.01 is 1 %.",
@@ -92,7 +94,7 @@ def bench(
 @click.option("--no-predictions", is_flag=True, help="Jobs in the order in which they came.")
 @click.option("--groups", type=click.IntRange(1), default=1, show_default=True,
               help="Groups that share the workers.")  # fmt: skip
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of lengths and faults.")
 @click.option("--seeds", type=click.IntRange(1), default=1, show_default=True,
               help="This many seeds, and their spread.")  # fmt: skip
 @click.option("--writer-thread", is_flag=True, help="Commit in a thread, as a run does; slower.")

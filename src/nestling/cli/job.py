@@ -158,7 +158,9 @@ def show(folder: Path, as_json: bool) -> int:
 
 @command.command("render")
 @_folder
-@click.option("--trainer", type=click.Choice(["prime_rl"]), required=True)
+@click.option(
+    "--trainer", type=click.Choice(["prime_rl"]), required=True, help="For which program."
+)
 @click.option(
     "--base-model", required=True, metavar="NAME", help="Catalog name or a name of a model hub."
 )
@@ -169,8 +171,10 @@ def show(folder: Path, as_json: bool) -> int:
     help="File to write; - for standard output.",
 )
 @click.option("--package", default="environment", help="Import name of the job's package.")
-@click.option("--train-gpus", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--infer-gpus", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--train-gpus", type=click.IntRange(1), default=1, show_default=True,
+              help="GPUs that train.")  # fmt: skip
+@click.option("--infer-gpus", type=click.IntRange(1), default=1, show_default=True,
+              help="GPUs that sample.")  # fmt: skip
 def render(
     folder: Path,
     trainer: str,  # noqa: ARG001 (the one choice)

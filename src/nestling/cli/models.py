@@ -30,7 +30,6 @@ _processes = click.option(
     "--processes", type=click.IntRange(1), default=1, show_default=True,
     help="Processes that make demonstrations.",
 )  # fmt: skip
-_deadline = click.option("--deadline-s", type=click.FloatRange(0, min_open=True), metavar="SECONDS")
 
 
 @click.group("models", cls=Commands)
@@ -128,8 +127,14 @@ def fetch(name: str, accept_licence: bool, wheels: Path | None, as_json: bool) -
     help="Noise settings trained as one batch; 4 to 8 suit a GPU.",
 )  # fmt: skip
 @click.option("--max-rows", type=click.IntRange(1), help="Rows decoded at once per model.")
-@_deadline
-@click.option("--snapshot-items", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--deadline-s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+    help="Pause after that long.",
+)  # fmt: skip
+@click.option(
+    "--snapshot-items", type=click.IntRange(0), default=0, show_default=True,
+    help="Items of the scores that are logged four times in training; 0: none.",
+)  # fmt: skip
 @click.option(
     "--scale", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True,
     help="Budget factor, to try the machinery; the scores will be meaningless.",
@@ -187,7 +192,10 @@ def build(
 )  # fmt: skip
 @_device
 @_processes
-@_deadline
+@click.option(
+    "--deadline-s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+    help="Shorten the training to fit.",
+)  # fmt: skip
 @click.option("--episodes", type=click.IntRange(1), help="Demonstrations to play.")
 @click.option("--train-tokens", type=click.IntRange(1), help="Tokens to train on.")
 @click.option("--seed", type=click.IntRange(0), help="Root of every random choice.")

@@ -15,7 +15,7 @@ from nestling.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from nestling.config import RunConfig
-    from nestling.fleet.pod_list import PodLine, PodList, Swept
+    from nestling.fleet.pods.list import PodLine, PodList, Swept
 
 __all__ = ["add_to"]
 
@@ -98,7 +98,8 @@ def ls(pool: str, api_url: str, as_json: bool) -> int:
     help="End the pods of the run in this folder.",
 )  # fmt: skip
 @click.option("--all", "every", is_flag=True, help="End every pod of the pool, whoever made it.")
-@click.option("--timeout-s", type=click.FloatRange(1), default=120.0, show_default=True)
+@click.option("--timeout-s", type=click.FloatRange(1), default=120.0, show_default=True,
+              help="How long to wait for the proof.")  # fmt: skip
 @_pool_option
 @_api_option
 @json_option
@@ -210,8 +211,8 @@ def _run_id(folder: Path) -> str:
 async def _simulate(
     listen: str, faults: Path | None, speed: float, folder: Path | None
 ) -> dict[str, Any]:
-    from nestling.fleet.simulate_runpod import simulated_runpod
-    from nestling.fleet.simulate_runpod_script import load_script
+    from nestling.fleet.runpod_simulator.script import load_script
+    from nestling.fleet.runpod_simulator.server import simulated_runpod
 
     over = asyncio.Event()
     loop = asyncio.get_running_loop()
