@@ -85,7 +85,8 @@ class EmbeddedTrainer:
         trained = model.weights if model.lora is None else model.lora.merged(model.weights)
         if not bool(trained.flat.isfinite().all()):
             raise JobFailedError("train.diverged", DIVERGED)
-        save_model(request.out_folder, model)
+        merged = Model(config=model.config, weights=trained, tokenizer=model.tokenizer)
+        save_model(request.out_folder, merged)
         base_hash, moved = base.content_hash(), base.distance(trained)
         return TrainResult(
             model_folder=request.out_folder,
