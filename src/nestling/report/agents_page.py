@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from markupsafe import Markup
-from matplotlib.axes import Axes
 
 from nestling import __version__
 from nestling.core.rundir import write_atomic
@@ -15,9 +14,10 @@ from nestling.outer.stats import Estimate, Power, power
 from nestling.outer.sweep_report import ALL_FAMILIES, ArmResult, Comparison, Sweep
 from nestling.report.figures.drawing import (
     BLUE,
-    GREY,
     Drawing,
     drawing,
+    intervals,
+    label_room_in,
     panels,
 )
 from nestling.report.rendering import environment
@@ -146,24 +146,14 @@ def _dots(
     zero: bool = False,
 ) -> Drawing:
     labels = [_short(label) for label, _ in rows]
-    left_in = 0.3 + 0.08 * max((len(label) for label in labels), default=0)
+    left_in = label_room_in(labels)
     with panels(height_in=0.9 + 0.3 * len(rows), left_in=left_in, top_in=0.12) as (canvas, [axes]):
-        for at, (_, value) in enumerate(reversed(rows)):
-            _dot(axes, at, value)
-        if zero:
-            axes.axvline(0.0, color=GREY, linewidth=1.2, linestyle="--")
-        axes.set_yticks(range(len(rows)), labels[::-1])
-        axes.set_ylim(-0.6, len(rows) - 0.4)
+        marks = zip(labels, rows, strict=True)
+        intervals(axes, [(label, value, BLUE) for label, (_, value) in marks], zero=zero)
         axes.set_xlabel(axis)
         cells = [(label, *estimate_cells(value)) for label, value in rows]
         table = Table(columns=("agent", *estimate_columns(name)), rows=cells)
         return drawing(canvas, name, title, caption, table)
-
-
-def _dot(axes: Axes, at: int, value: Estimate) -> None:
-    axes.plot([value.mean], [at], marker="o", linestyle="", color=BLUE)
-    if value.lo is not None and value.hi is not None:
-        axes.hlines([at], [value.lo], [value.hi], color=BLUE)
 
 
 def _short(label: str) -> str:

@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from nestling.outer.stats import Estimate
 from nestling.report.compare import Compared, Difference
 from nestling.report.figures.drawing import (
+    BLUE,
     GREY,
     HEIGHT_IN,
     SERIES,
     Drawing,
     band,
     drawing,
+    intervals,
+    label_room_in,
     legend,
     panels,
     steps_axis,
@@ -74,15 +77,10 @@ def _differences(differences: Sequence[Difference]) -> Drawing:
     known = [(one, one.difference) for one in differences if one.difference is not None]
     labels = [f"{one.first} − {one.second}, {one.families} (n = {found.n})" for one, found in known]
     height = max(HEIGHT_IN * 0.6, 0.9 + 0.28 * len(known))
-    left_in = min(4.0, 0.3 + 0.08 * max(len(label) for label in labels))
+    left_in = min(4.0, label_room_in(labels))
     with panels(height_in=height, left_in=left_in, top_in=0.12) as (canvas, [axes]):
-        for index, (_, found) in enumerate(reversed(known)):
-            axes.plot([found.mean], [index], marker="o", linestyle="", color=SERIES[0].color)
-            if found.lo is not None and found.hi is not None:
-                axes.hlines([index], [found.lo], [found.hi], color=SERIES[0].color)
-        axes.axvline(0.0, color=GREY, linewidth=1.2, linestyle="--")
-        axes.set_yticks(range(len(known)), labels[::-1])
-        axes.set_ylim(-0.6, len(known) - 0.4)
+        marks = zip(labels, known, strict=True)
+        intervals(axes, [(label, found, BLUE) for label, (_, found) in marks])
         axes.set_xlabel("difference of the trained agents' reward")
         rows: list[tuple[Cell, ...]] = [
             (one.first, one.second, one.families, *estimate_cells(found), found.p_value)

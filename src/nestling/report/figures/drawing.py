@@ -39,6 +39,8 @@ __all__ = [
     "band",
     "curve",
     "drawing",
+    "intervals",
+    "label_room_in",
     "legend",
     "panels",
     "steps_axis",
@@ -252,6 +254,23 @@ def band(
     elif sure:
         at, low, high = sure[0]
         axes.vlines([at], [low], [high], color=look.color, alpha=0.5)
+
+
+def intervals(axes: Axes, rows: Sequence[tuple[str, Estimate, str]], *, zero: bool = True) -> None:
+    """Means as dots with their intervals, one row each from the top: label, estimate, colour."""
+    for index, (_, one, color) in enumerate(reversed(rows)):
+        axes.plot([one.mean], [index], marker="o", linestyle="", color=color)
+        if one.lo is not None and one.hi is not None:
+            axes.hlines([index], [one.lo], [one.hi], color=color)
+    if zero:
+        axes.axvline(0.0, color=GREY, linewidth=1.2, linestyle="--")
+    axes.set_yticks(range(len(rows)), [label for label, _, _ in reversed(rows)])
+    axes.set_ylim(-0.6, len(rows) - 0.4)
+
+
+def label_room_in(labels: Sequence[str]) -> float:
+    """Width of these labels beside `intervals`."""
+    return 0.3 + 0.08 * max((len(label) for label in labels), default=0)
 
 
 def _tidy(svg: str, name: str, title: str) -> str:

@@ -10,6 +10,7 @@ from nestling.outer.heldout import UNTRAINED
 from nestling.outer.stats import Estimate
 from nestling.outer.sweep_report import ALL_FAMILIES, ArmResult
 from nestling.report.figures.drawing import (
+    BLUE,
     GREEN,
     GREY,
     HEIGHT_IN,
@@ -19,6 +20,8 @@ from nestling.report.figures.drawing import (
     Series,
     band,
     drawing,
+    intervals,
+    label_room_in,
     legend,
     panels,
     steps_axis,
@@ -75,17 +78,13 @@ def gains(data: RunData) -> Drawing:
     """Paired differences to the untrained agent."""
     rows = list(_gains(data))
     height = max(HEIGHT_IN * 0.6, 0.9 + 0.28 * len(rows))
-    labels = [_gain_label(name, gain) for name, _, gain in reversed(rows)]
-    left_in = 0.3 + 0.08 * max((len(label) for label in labels), default=0)
+    marks = [
+        (_gain_label(name, gain), gain, BLUE if is_checkpoint(name) else GREY)
+        for name, _, gain in rows
+    ]
+    left_in = label_room_in([label for label, _, _ in marks])
     with panels(height_in=height, left_in=left_in, top_in=0.12) as (canvas, [axes]):
-        for index, (name, _, gain) in enumerate(reversed(rows)):
-            color = SERIES[0].color if is_checkpoint(name) else GREY
-            axes.plot([gain.mean], [index], marker="o", linestyle="", color=color)
-            if gain.lo is not None and gain.hi is not None:
-                axes.hlines([index], [gain.lo], [gain.hi], color=color)
-        axes.axvline(0.0, color=GREY, linewidth=1.2, linestyle="--")
-        axes.set_yticks(range(len(rows)), labels)
-        axes.set_ylim(-0.6, len(rows) - 0.4)
+        intervals(axes, marks)
         axes.set_xlabel("reward − reward of the untrained agent")
         table = Table(
             columns=("arm", "step", *estimate_columns("difference"), "p_value"),
