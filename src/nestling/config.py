@@ -20,7 +20,7 @@ from nestling.core.errors import ConfigError
 from nestling.core.frozen import Frozen
 from nestling.families.registry import HELD_OUT, TRAINING
 from nestling.fleet.budget import Caps
-from nestling.fleet.pod_config import RunpodFleet
+from nestling.fleet.pods.config import RunpodFleet
 from nestling.fleet.slots import Gpu
 from nestling.inner.models_config import ModelsConfig
 from nestling.inner.openai_config import OpenAiConfig

@@ -14,14 +14,14 @@ import pytest
 
 from nestling.core.clock import SystemClock
 from nestling.core.rundir import ArtifactStore
-from nestling.fleet.pod_channel import bound_socket
-from nestling.fleet.pod_config import RunpodFleet
+from nestling.fleet.pods.channel import bound_socket
+from nestling.fleet.pods.config import RunpodFleet
 from nestling.fleet.pool import Pool, PoolLimits
 from nestling.fleet.providers.runpod import RunpodProvider
 from nestling.fleet.providers.runpod_open import KEY_VARIABLE, PodWork, open_provider
 from nestling.fleet.queue import JobQueue
-from nestling.fleet.simulate_runpod import SimulatedRunpod, simulated_runpod
-from nestling.fleet.simulate_runpod_script import Script
+from nestling.fleet.runpod_simulator.script import Script
+from nestling.fleet.runpod_simulator.server import SimulatedRunpod, simulated_runpod
 from nestling.fleet.watch import JobWatch
 from nestling.store import GroupCommit, RunStore
 from nestling.store.jobs import JobRecord, NewJob

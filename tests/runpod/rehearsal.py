@@ -24,10 +24,10 @@ from nestling.fleet.pool import Pool, PoolLimits
 from nestling.fleet.providers.runpod import RunpodProvider
 from nestling.fleet.providers.runpod_open import PodWork, open_provider
 from nestling.fleet.queue import JobQueue
+from nestling.fleet.runpod_simulator.app import RunpodApp
+from nestling.fleet.runpod_simulator.script import Script
+from nestling.fleet.runpod_simulator.server import simulated_runpod
 from nestling.fleet.simulate_loop import VirtualClock, VirtualTimeLoop
-from nestling.fleet.simulate_runpod import simulated_runpod
-from nestling.fleet.simulate_runpod_app import RunpodApp
-from nestling.fleet.simulate_runpod_script import Script
 from nestling.fleet.watch import JobWatch
 from nestling.store import GroupCommit, RunStore
 from nestling.store.jobs import NewJob

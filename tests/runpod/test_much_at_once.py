@@ -12,14 +12,14 @@ import httpx
 from pydantic import SecretStr
 
 from nestling.core.clock import SystemClock
-from nestling.fleet.pod_records import PodRecords
+from nestling.fleet.pods.records import PodRecords
 from nestling.fleet.providers.runpod_api import PodRequest, RunpodApi
 from nestling.fleet.providers.runpod_http import RunpodHttp
 from nestling.fleet.providers.runpod_keeper import PodKeeper
 from nestling.fleet.providers.runpod_ladder import Ladder
 from nestling.fleet.providers.runpod_request import pod_command
-from nestling.fleet.simulate_runpod import simulated_account
-from nestling.fleet.simulate_runpod_script import Script
+from nestling.fleet.runpod_simulator.script import Script
+from nestling.fleet.runpod_simulator.server import simulated_account
 from nestling.store import GroupCommit, RunStore
 
 from .conftest import IMAGE, fleet_config, until

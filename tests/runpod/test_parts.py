@@ -15,10 +15,10 @@ from pydantic import SecretStr, ValidationError
 from nestling.config import load_recipe
 from nestling.core.errors import ConfigError, FleetError
 from nestling.fleet.messages import Done, Ready, Work, encode
-from nestling.fleet.pod_link import PodLink
-from nestling.fleet.pod_pins import drift, expected_pins, found_pins
-from nestling.fleet.pod_records import PodRecords
-from nestling.fleet.pod_wire import ChildGone, Outbox, Said
+from nestling.fleet.pods.link import PodLink
+from nestling.fleet.pods.pins import drift, expected_pins, found_pins
+from nestling.fleet.pods.records import PodRecords
+from nestling.fleet.pods.wire import ChildGone, Outbox, Said
 from nestling.fleet.providers.runpod_api import Gpu, PodRequest, RunpodApi
 from nestling.fleet.providers.runpod_errors import (
     AccessError,
@@ -34,8 +34,8 @@ from nestling.fleet.providers.runpod_ladder import Ladder
 from nestling.fleet.providers.runpod_limits import RateLimits
 from nestling.fleet.providers.runpod_open import open_api
 from nestling.fleet.providers.runpod_request import pod_command
-from nestling.fleet.simulate_runpod import simulated_account
-from nestling.fleet.simulate_runpod_script import Script
+from nestling.fleet.runpod_simulator.script import Script
+from nestling.fleet.runpod_simulator.server import simulated_account
 from nestling.store import GroupCommit, RunStore
 
 from .conftest import IMAGE, fleet_config
@@ -362,7 +362,7 @@ def test_pinned_requirements_are_installed_before_the_worker_starts() -> None:
     wanted = ["verifiers==0.4.0", "prime-rl @ git+https://github.com/x/prime-rl@" + "a" * 40]
     command = pod_command(config(install=wanted).install)
     assert command[:2] == ["bash", "-c"]
-    assert command[2].endswith("exec python -m nestling.fleet.pod_worker")
+    assert command[2].endswith("exec python -m nestling.fleet.pods.worker")
     assert f"'{wanted[1]}'" in command[2]
     assert "pip" not in pod_command(())[2]
 

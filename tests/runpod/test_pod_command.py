@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from nestling.fleet import pod_child
-from nestling.fleet.pod_child import PodChild, PodFolder
+from nestling.fleet.pods import child as pod_child
+from nestling.fleet.pods.child import PodChild, PodFolder
 from nestling.fleet.providers.runpod_request import pod_command
 
 

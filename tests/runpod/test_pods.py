@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from nestling.core.errors import FleetError
-from nestling.fleet.pod_boot import BOOT_KEY_VARIABLE, BOOT_VARIABLE, Boot
-from nestling.fleet.pod_client import NotEnrolledError, PodClient
-from nestling.fleet.pod_identity import PodIdentity
-from nestling.fleet.pod_wire import PIECE_BYTES, Refusal
+from nestling.fleet.pods.boot import BOOT_KEY_VARIABLE, BOOT_VARIABLE, Boot
+from nestling.fleet.pods.client import NotEnrolledError, PodClient
+from nestling.fleet.pods.identity import PodIdentity
+from nestling.fleet.pods.wire import PIECE_BYTES, Refusal
 
 from .conftest import API_KEY, EVAL_SECRET, free_port, open_pods, simulated, until
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nestling.fleet.simulate_runpod_script import Script
+from nestling.fleet.runpod_simulator.script import Script
 
 from .conftest import API_KEY, EVAL_SECRET
 from .fault_cases import CASES, Case

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from nestling.core.errors import ConfigError
-from nestling.fleet.simulate_runpod import simulated_account
-from nestling.fleet.simulate_runpod_app import RunpodApp
-from nestling.fleet.simulate_runpod_script import Script, load_script
+from nestling.fleet.runpod_simulator.app import RunpodApp
+from nestling.fleet.runpod_simulator.script import Script, load_script
+from nestling.fleet.runpod_simulator.server import simulated_account
 
 from .conftest import IMAGE
 

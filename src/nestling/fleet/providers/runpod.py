@@ -15,10 +15,10 @@ from contextlib import suppress
 from nestling.core.clock import Clock
 from nestling.core.errors import FleetError
 from nestling.core.rundir import ArtifactStore
-from nestling.fleet.pod_channel import PodChannel, TooEarlyError
-from nestling.fleet.pod_config import RunpodFleet
-from nestling.fleet.pod_link import PodLink
-from nestling.fleet.pod_records import PodRecord, PodRecords
+from nestling.fleet.pods.channel import PodChannel, TooEarlyError
+from nestling.fleet.pods.config import RunpodFleet
+from nestling.fleet.pods.link import PodLink
+from nestling.fleet.pods.records import PodRecord, PodRecords
 from nestling.fleet.providers.runpod_api import RunpodApi
 from nestling.fleet.providers.runpod_errors import AccessError, RunpodError
 from nestling.fleet.providers.runpod_keeper import PodKeeper

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from nestling.fleet.pod_list import PodLine, Swept
+from nestling.fleet.pods.list import PodLine, Swept
 from nestling.fleet.providers.runpod_api import ApiPod, RunpodApi
 from nestling.fleet.providers.runpod_errors import RateLimitedError, RunpodError, UncertainError
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 
 from nestling.core.clock import Clock
 from nestling.core.errors import FleetError
-from nestling.fleet.pod_config import RunpodFleet
-from nestling.fleet.pod_records import PodRecord, PodRecords
+from nestling.fleet.pods.config import RunpodFleet
+from nestling.fleet.pods.records import PodRecord, PodRecords
 from nestling.fleet.providers.runpod_api import ApiPod, PodRequest, RunpodApi
 from nestling.fleet.providers.runpod_errors import (
     AccessError,

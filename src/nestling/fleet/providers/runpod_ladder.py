@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nestling.core.clock import Clock
-from nestling.fleet.pod_config import Rung
+from nestling.fleet.pods.config import Rung
 from nestling.fleet.providers.runpod_api import Gpu
 
 __all__ = ["Ladder", "Step"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nestling.core.errors import FleetError
 from nestling.fleet.messages import FromWorker, Stop, ToWorker, Work, artifacts_of
-from nestling.fleet.pod_link import PodLink
+from nestling.fleet.pods.link import PodLink
 
 __all__ = ["PodNode"]
 

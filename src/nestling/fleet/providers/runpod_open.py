@@ -15,11 +15,11 @@ from nestling.core.clock import Clock
 from nestling.core.errors import ConfigError
 from nestling.core.rundir import ArtifactStore
 from nestling.fleet.budget import load_prices
-from nestling.fleet.pod_config import RunpodFleet
-from nestling.fleet.pod_identity import PodIdentity
-from nestling.fleet.pod_pins import expected_pins
-from nestling.fleet.pod_records import PodRecords
-from nestling.fleet.pod_wire import PodLimits, WorkSpec
+from nestling.fleet.pods.config import RunpodFleet
+from nestling.fleet.pods.identity import PodIdentity
+from nestling.fleet.pods.pins import expected_pins
+from nestling.fleet.pods.records import PodRecords
+from nestling.fleet.pods.wire import PodLimits, WorkSpec
 from nestling.fleet.providers.runpod import RunpodProvider
 from nestling.fleet.providers.runpod_api import RunpodApi
 from nestling.fleet.providers.runpod_http import RunpodHttp

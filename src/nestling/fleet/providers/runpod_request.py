@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from nestling.fleet.pod_boot import BOOT_KEY_VARIABLE, BOOT_VARIABLE, Boot
-from nestling.fleet.pod_config import RunpodFleet
-from nestling.fleet.pod_identity import PodIdentity
-from nestling.fleet.pod_wire import WorkSpec
+from nestling.fleet.pods.boot import BOOT_KEY_VARIABLE, BOOT_VARIABLE, Boot
+from nestling.fleet.pods.config import RunpodFleet
+from nestling.fleet.pods.identity import PodIdentity
+from nestling.fleet.pods.wire import WorkSpec
 from nestling.fleet.providers.runpod_api import PodRequest
 from nestling.fleet.providers.runpod_ladder import Step
 
 __all__ = ["PodRun", "pod_command", "pod_request"]
 
-_WORKER = "nestling.fleet.pod_worker"
+_WORKER = "nestling.fleet.pods.worker"
 _AGAIN_S = 10
 """Between two tries to get ready."""
 _END = f"""\
@@ -37,7 +37,7 @@ while True:
         print(error, flush=True)
     time.sleep(20)
 """
-"""What `pod_worker` does at its end, for a pod where it cannot be started: the standard library alone."""
+"""What `pods.worker` does at its end, for a pod where it cannot be started: the standard library alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

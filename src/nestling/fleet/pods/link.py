@@ -19,7 +19,7 @@ from nestling.fleet.messages import (
     Work,
     decode_from_worker,
 )
-from nestling.fleet.pod_wire import (
+from nestling.fleet.pods.wire import (
     BlobSaid,
     ChildGone,
     FromPod,

@@ -9,9 +9,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nestling.fleet.simulate_runpod_account import Account, ProblemError
-from nestling.fleet.simulate_runpod_checks import read_body
-from nestling.fleet.simulate_runpod_script import Route
+from nestling.fleet.runpod_simulator.account import Account, ProblemError
+from nestling.fleet.runpod_simulator.checks import read_body
+from nestling.fleet.runpod_simulator.script import Route
 
 __all__ = ["SimulatedStore"]
 

@@ -20,17 +20,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 
-from nestling.fleet.simulate_runpod_account import Account, ProblemError
-from nestling.fleet.simulate_runpod_checks import (
+from nestling.fleet.runpod_simulator.account import Account, ProblemError
+from nestling.fleet.runpod_simulator.checks import (
     MAX_BODY_BYTES,
     RateWindows,
     check_agent,
     check_create,
     read_body,
 )
-from nestling.fleet.simulate_runpod_pod import SimulatedPod
-from nestling.fleet.simulate_runpod_script import RequestFault, Route
-from nestling.fleet.simulate_runpod_store import SimulatedStore
+from nestling.fleet.runpod_simulator.pod import SimulatedPod
+from nestling.fleet.runpod_simulator.script import RequestFault, Route
+from nestling.fleet.runpod_simulator.store import SimulatedStore
 
 __all__ = ["RunpodApp", "Seen"]
 

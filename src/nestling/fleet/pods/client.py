@@ -12,8 +12,8 @@ import httpx
 import msgspec
 
 from nestling.core.errors import FleetError
-from nestling.fleet.pod_identity import pinned_context
-from nestling.fleet.pod_wire import (
+from nestling.fleet.pods.identity import pinned_context
+from nestling.fleet.pods.wire import (
     PIECE_BYTES,
     WAIT_S,
     Enrol,

@@ -27,11 +27,11 @@ from nestling.fleet.messages import (
     decode_from_worker,
     decode_to_worker,
 )
-from nestling.fleet.pod_boot import Boot
-from nestling.fleet.pod_child import PodChild, PodFolder
-from nestling.fleet.pod_client import ChannelLostError, NotEnrolledError, PodClient
-from nestling.fleet.pod_pins import found_pins
-from nestling.fleet.pod_wire import (
+from nestling.fleet.pods.boot import Boot
+from nestling.fleet.pods.child import PodChild, PodFolder
+from nestling.fleet.pods.client import ChannelLostError, NotEnrolledError, PodClient
+from nestling.fleet.pods.pins import found_pins
+from nestling.fleet.pods.wire import (
     BLOB_FROM_BYTES,
     BlobSaid,
     ChildGone,

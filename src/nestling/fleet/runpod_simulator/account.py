@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nestling.fleet.simulate_runpod_pod import SimulatedPod
-from nestling.fleet.simulate_runpod_script import Script
+from nestling.fleet.runpod_simulator.pod import SimulatedPod
+from nestling.fleet.runpod_simulator.script import Script
 
 __all__ = ["Account", "ProblemError", "SimulatedTime"]
 

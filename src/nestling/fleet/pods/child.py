@@ -14,7 +14,7 @@ from pathlib import Path
 from nestling.core.rundir import ArtifactStore, write_atomic
 from nestling.fleet import process_tree
 from nestling.fleet.messages import HEADER_BYTES, frame_length
-from nestling.fleet.pod_wire import WorkSpec
+from nestling.fleet.pods.wire import WorkSpec
 from nestling.fleet.slots import thread_settings
 from nestling.fleet.worker_process import last_words, passed_on, worker_command
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nestling.fleet import process_tree
-from nestling.fleet.simulate_runpod_script import PodFault, Stock
+from nestling.fleet.runpod_simulator.script import PodFault, Stock
 from nestling.fleet.worker_process import passed_on
 
 __all__ = ["SimulatedPod"]
@@ -209,7 +209,7 @@ class SimulatedPod:
         self.log.append((now, "system", f"start container, try {self.num_starts}"))
         with (self.folder / "container.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "nestling.fleet.pod_worker"],
+                [sys.executable, "-m", "nestling.fleet.pods.worker"],
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -1,6 +1,6 @@
 """The first process of a pod: takes work from the controller, and ends the pod when it is not needed.
 
-    python -m nestling.fleet.pod_worker
+    python -m nestling.fleet.pods.worker
 
 Jobs are done by an ordinary `fleet.worker` process with the ordinary handlers, so they give what
 they give on any other machine. This process fetches bundles, relays messages, wipes between jobs and
@@ -31,11 +31,11 @@ import httpx
 
 from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError
-from nestling.fleet.pod_boot import BOOT_KEY_VARIABLE, Boot, read_boot
-from nestling.fleet.pod_child import PodFolder
-from nestling.fleet.pod_client import PodClient
-from nestling.fleet.pod_identity import PodIdentity
-from nestling.fleet.pod_supervisor import Supervisor
+from nestling.fleet.pods.boot import BOOT_KEY_VARIABLE, Boot, read_boot
+from nestling.fleet.pods.child import PodFolder
+from nestling.fleet.pods.client import PodClient
+from nestling.fleet.pods.identity import PodIdentity
+from nestling.fleet.pods.supervisor import Supervisor
 
 __all__ = ["main"]
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import uvicorn
 
-from nestling.fleet.pod_channel import bound_socket, quiet_server
-from nestling.fleet.simulate_runpod_account import Account, SimulatedTime
-from nestling.fleet.simulate_runpod_app import RunpodApp
-from nestling.fleet.simulate_runpod_script import Script
+from nestling.fleet.pods.channel import bound_socket, quiet_server
+from nestling.fleet.runpod_simulator.account import Account, SimulatedTime
+from nestling.fleet.runpod_simulator.app import RunpodApp
+from nestling.fleet.runpod_simulator.script import Script
 
 __all__ = ["SimulatedRunpod", "simulated_account", "simulated_runpod"]
 

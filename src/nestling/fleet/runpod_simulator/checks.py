@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from nestling.fleet.simulate_runpod_account import ProblemError, SimulatedTime
+from nestling.fleet.runpod_simulator.account import ProblemError, SimulatedTime
 
 __all__ = ["MAX_BODY_BYTES", "RateWindows", "check_agent", "check_create", "read_body"]
 

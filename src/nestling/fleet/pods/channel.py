@@ -29,10 +29,10 @@ from starlette.routing import Route
 from nestling.core.clock import Clock
 from nestling.core.errors import ConfigError, FleetError, StoreError
 from nestling.core.rundir import ArtifactStore
-from nestling.fleet.pod_identity import PodIdentity
-from nestling.fleet.pod_link import PodLink
-from nestling.fleet.pod_pins import drift
-from nestling.fleet.pod_wire import (
+from nestling.fleet.pods.identity import PodIdentity
+from nestling.fleet.pods.link import PodLink
+from nestling.fleet.pods.pins import drift
+from nestling.fleet.pods.wire import (
     PIECE_BYTES,
     WAIT_S,
     Enrol,
