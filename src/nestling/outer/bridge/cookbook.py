@@ -29,6 +29,7 @@ from nestling.outer.bridge.inversion import InvertedEpisode, TurnWanted
 from nestling.outer.config import OuterConfig, TinkerConfig
 from nestling.outer.learner import Sampled
 from nestling.outer.plan import EpisodePlan, GroupPlan, plan_group
+from nestling.outer.service_loss import service_loss
 
 __all__ = ["EpisodeDataset", "EpisodeEnv", "EpisodeGroup", "dataset_builder", "train_with_cookbook"]
 
@@ -60,9 +61,8 @@ class EpisodeEnv(Env):  # type: ignore[misc]  # untyped where the cookbook is no
         assert self._episode is not None, "initial_observation comes first"
         stopped = (extra or {}).get("stop_reason", "stop") == "stop"
         turn = Sampled(ids=list(action), logprobs=[0.0] * len(action), stopped=stopped)
-        self._episode.answer(
-            turn
-        )  # an episode that ended meanwhile does not take it: _next says why
+        # An episode that ended meanwhile does not take it: _next says why.
+        self._episode.answer(turn)
         wanted, pay = await self._next()
         if wanted is None:
             end = tinker.ModelInput.empty()
@@ -203,15 +203,13 @@ async def train_with_cookbook(
     register_tokenizer(
         learner.base_model, lambda: AutoTokenizer.from_pretrained(str(tokenizer_folder))
     )
-    loss, settings = _loss(config)
+    loss, settings = service_loss(config.loss, config.clip)
     pace: dict[str, Any] = {
         "max_steps_off_policy": config.max_staleness,
         "groups_per_batch": config.groups_per_step,
     }
-    if (
-        "loss_fn" in inspect.signature(train.AsyncConfig).parameters
-    ):  # 0.6: an async loss of its own
-        pace |= {"loss_fn": loss}
+    if "loss_fn" in inspect.signature(train.AsyncConfig).parameters:
+        pace |= {"loss_fn": loss}  # 0.6: an async loss of its own
     await train.main(
         train.Config(
             model_name=learner.base_model,
@@ -222,7 +220,7 @@ async def train_with_cookbook(
             learning_rate=config.learning_rate,
             lora_rank=learner.lora_rank,
             loss_fn=loss,
-            loss_fn_config=settings,
+            loss_fn_config=settings or None,
             temperature=config.temperature,
             max_tokens=config.max_turn_tokens,
             ttl_seconds=learner.checkpoint_ttl_s,
@@ -233,16 +231,6 @@ async def train_with_cookbook(
             async_config=train.AsyncConfig(**pace) if config.max_staleness else None,
         )
     )
-
-
-def _loss(config: OuterConfig) -> tuple[str, dict[str, float] | None]:
-    """Our loss in the service's words; its bounds are those of the ratio itself."""
-    if config.loss == "importance_sampling":
-        return "importance_sampling", None
-    return "ppo", {
-        "clip_low_threshold": 1.0 - config.clip,
-        "clip_high_threshold": 1.0 + config.clip,
-    }
 
 
 def _observation(wanted: TurnWanted) -> tinker.ModelInput:

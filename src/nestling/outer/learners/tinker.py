@@ -35,6 +35,7 @@ from nestling.outer.learners.tinker_prices import Prices, Usage
 from nestling.outer.learners.tinker_service import AdamSettings, Pending, Service
 from nestling.outer.learners.tinker_spending import Spending
 from nestling.outer.learners.tinker_states import SavedState, StateFolder
+from nestling.outer.service_loss import service_loss
 
 __all__ = ["TEMPERATURE", "TinkerHandle", "TinkerLearner"]
 
@@ -165,7 +166,7 @@ class TinkerLearner:
             )
             for index, row in enumerate(kept)
         ]
-        kind, config = tinker_loss.on_the_wire(loss)
+        kind, config = service_loss(loss.kind, loss.clip)
         client = await self._training_client()
         pending = self._service.forward_backward(client, data, kind, config)
         with self._spending.reserve(Usage(train=sum(len(one.ids) - 1 for one in data))):

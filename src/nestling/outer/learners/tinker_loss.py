@@ -13,7 +13,7 @@ from nestling.outer.learner import LossSpec, LossStats, TrainRow
 from nestling.outer.learners.tinker_faults import TinkerFaultError
 from nestling.outer.learners.tinker_service import Datum
 
-__all__ = ["datum", "on_the_wire", "stats"]
+__all__ = ["datum", "stats"]
 
 
 def datum(row: TrainRow, *, kl_coef: float = 0.0, reference_T: np.ndarray | None = None) -> Datum:
@@ -33,16 +33,6 @@ def datum(row: TrainRow, *, kl_coef: float = 0.0, reference_T: np.ndarray | None
         logprobs=logprobs_T.astype(np.float32),
         advantages=advantages_T.astype(np.float32),
     )
-
-
-def on_the_wire(loss: LossSpec) -> tuple[str, dict[str, float]]:
-    """The service's name of a loss, and its settings: bounds of the ratio itself."""
-    if loss.kind == "importance_sampling":
-        return "importance_sampling", {}
-    return "ppo", {
-        "clip_low_threshold": 1.0 - loss.clip,
-        "clip_high_threshold": 1.0 + loss.clip,
-    }
 
 
 def stats(
