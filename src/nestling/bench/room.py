@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from nestling.config import RunConfig
-from nestling.core.errors import ConfigError
 from nestling.families.splits import EvalSecret
-from nestling.inner.baselines import state_folder
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.outcome import Outcome, StepRecord
 from nestling.jobs.probe_report import ProbeReport
 from nestling.wiring.rooms import Room, running_stacks
+from nestling.wiring.state import SECRET_FILE, make_state_folder
 
 __all__ = ["RoomRunner", "room_here"]
 
@@ -36,8 +35,8 @@ def room_here(config: RunConfig, models: Path | None = None) -> Iterator[Room]:
         ConfigError: the jail is missing, or the state folder cannot be made.
         ModelError: the base models are missing.
     """
-    state = _state()
-    EvalSecret.load_or_create(state / "eval-secret")
+    state = make_state_folder()
+    EvalSecret.load_or_create(state / SECRET_FILE)
     with (
         tempfile.TemporaryDirectory(prefix="nestling-room-") as scratch,
         running_stacks(config, Path(scratch) / "logs") as stacks,
@@ -76,15 +75,3 @@ class RoomRunner:
 
     async def _call(self, work: Callable[[], _T]) -> _T:
         return await asyncio.wrap_future(self._thread.submit(work))
-
-
-def _state() -> Path:
-    state = state_folder()
-    try:
-        state.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise ConfigError(
-            f"the state folder {state} cannot be made: {error.strerror}; expected a folder you may "
-            f"write to; set NESTLING_STATE to one"
-        ) from error
-    return state
