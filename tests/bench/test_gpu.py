@@ -45,8 +45,10 @@ def test_every_part_runs_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert named == has_transformers()
 
     monkeypatch.setattr(gpu, "_PER_SHAPE", dict.fromkeys(QUICK))  # measuring again would fail
-    again = measure(parts=QUICK, device="cpu", sizes=TINY, kept=tmp_path)
+    again = measure(parts=QUICK, device="cpu", sizes=replace(TINY, jobs=9), kept=tmp_path)
     assert again.runs == found.runs
+    with pytest.raises(TypeError, match="not callable"):
+        measure(parts=QUICK, device="cpu", sizes=replace(TINY, rows=4), kept=tmp_path)
 
 
 def test_jobs_are_those_of_the_issue() -> None:

@@ -53,6 +53,8 @@ _PER_SHAPE: Final[Mapping[str, Callable[[str, str, Sizes], Rows]]] = MappingProx
         "memory": gpu_train.memory,
     }
 )
+_OF_BATCHES: Final = frozenset({"jobs", "job_steps", "eval_items", "workers"})
+"""Sizes that only whole jobs depend on."""
 _BIG: Final = frozenset({"smollm2-135m"})
 """Shapes that are not stacked by the dozen here."""
 
@@ -65,7 +67,7 @@ def measure(
     kept: Path | None = None,
     config: RunConfig | None = None,
 ) -> Measured:
-    """Measure some parts; those that `kept` holds already are read from there.
+    """Measure some parts; those that `kept` holds, of this device and these sizes, are read from there.
 
     Args:
         parts: names from `PARTS`.
@@ -83,12 +85,15 @@ def measure(
     chosen = _device(device)
     use(chosen)
     amount = sizes or default_sizes(chosen)
+    settings = {"device": chosen, "device_name": _device_name(chosen), **asdict(amount)}
     runs: Rows = []
     for part, shape, work in _plan(parts, chosen, amount, config or RunConfig()):
-        runs += _kept(part, shape, work, kept)
+        unread = _OF_BATCHES if part in _PER_SHAPE else set()
+        decisive = {key: one for key, one in settings.items() if key not in {"shapes", *unread}}
+        runs += _kept(part, shape, work, kept, decisive)
     figures = _figures(runs)
     return Measured(
-        settings={"device": chosen, "parts": list(parts), **asdict(amount)},
+        settings={"parts": list(parts), **settings},
         runs=tuple(runs),
         figures=figures,
         ratios=_ratios(runs),
@@ -104,6 +109,10 @@ def default_sizes(device: str) -> Sizes:
 
 def _device(name: str) -> str:
     return name or ("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
 
 
 def _plan(
@@ -163,10 +172,20 @@ def _two(device: str) -> tuple[str, ...]:
     return ("cuda:0", "cuda:1") if device.startswith("cuda") else (device,)
 
 
-def _kept(part: str, shape: str, work: Callable[[], Rows], folder: Path | None) -> Rows:
+def _kept(
+    part: str,
+    shape: str,
+    work: Callable[[], Rows],
+    folder: Path | None,
+    settings: Mapping[str, Any],
+) -> Rows:
+    """Measured now, or under the same settings before."""
     path = None if folder is None else folder / f"{part}-{shape}.json"
+    same = json.loads(json.dumps(settings))  # as a file has it: lists for tuples
     if path is not None and path.exists():
-        return list(json.loads(path.read_text("utf-8")))
+        kept = json.loads(path.read_text("utf-8"))
+        if kept["settings"] == same:
+            return list(kept["rows"])
     tell(f"{part} {shape}")
     started = time.perf_counter()
     rows: Rows = [{"part": part, **({"shape": shape} | row)} for row in work()]
@@ -174,7 +193,8 @@ def _kept(part: str, shape: str, work: Callable[[], Rows], folder: Path | None) 
     for row in rows:
         row["part_wall_s"] = round(seconds, 1)
     if path is not None:
-        write_atomic(path, (json.dumps(rows, indent=1) + "\n").encode())
+        text = json.dumps({"settings": same, "rows": rows}, indent=1)
+        write_atomic(path, f"{text}\n".encode())
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return rows
