@@ -105,7 +105,7 @@ class Cluster:
 
     def kill(self, name: str) -> None:
         """Power off."""
-        assert process_tree.end_tree(None, self._marker(name), lambda: time.sleep(0.02)) == []
+        assert process_tree.end_tree(None, self._marker(name)) == []
 
     def stop(self) -> None:
         for number in range(1, self._count + 1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +22,7 @@ MARKER = "NESTLING_WORKER"
 
 _START_FIELD = 19
 """Index of the start time in /proc/<pid>/stat after the command's closing bracket (proc(5))."""
+_LOOK_S = 0.02
 
 
 def boot_id() -> str:
@@ -66,10 +67,8 @@ def tree(pid: int | None, marker: str) -> set[int]:
     return {one for one in found if start_ticks(one) is not None}
 
 
-def end_tree(
-    pid: int | None, marker: str, rest: Callable[[], None], *, rounds: int = 100
-) -> list[int]:
-    """Kill the tree, again until nothing is left, calling `rest` between looks.
+def end_tree(pid: int | None, marker: str, *, rounds: int = 100) -> list[int]:
+    """Kill the tree, again until nothing is left; blocks for a moment between looks.
 
     Returns what is still there after `rounds` looks (a process in an uninterruptible call).
     """
@@ -81,7 +80,7 @@ def end_tree(
         for one in left:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(one, signal.SIGKILL)
-        rest()
+        time.sleep(_LOOK_S)
     return sorted(left)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from contextlib import suppress
@@ -126,7 +125,7 @@ class PodChild:
     async def end(self) -> None:
         """End it with everything it started; one in an uninterruptible call is left after a while."""
         pid = self._process.pid
-        await asyncio.to_thread(process_tree.end_tree, pid, self._marker, lambda: time.sleep(0.02))
+        await asyncio.to_thread(process_tree.end_tree, pid, self._marker)
         if self._process.stdin is not None:
             self._process.stdin.close()
         await self.stopped()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import time
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -262,9 +261,7 @@ class LocalProvider:
         if node is None:
             return
         node.blame(OVER_SHARE, detail)
-        await asyncio.to_thread(
-            process_tree.end_tree, node.process.pid, self.marker(name), lambda: time.sleep(0.02)
-        )
+        await asyncio.to_thread(process_tree.end_tree, node.process.pid, self.marker(name))
 
     async def _terminate(self, name: str) -> None:
         node = self._nodes.pop(name, None)
@@ -272,9 +269,7 @@ class LocalProvider:
         records = await self._writer.run(store.processes.all)
         record = next((one for one in records if one.name == name), None)
         pid = node.process.pid if node is not None else _live_pid(record)
-        left = await asyncio.to_thread(
-            process_tree.end_tree, pid, self.marker(name), lambda: time.sleep(0.02)
-        )
+        left = await asyncio.to_thread(process_tree.end_tree, pid, self.marker(name))
         if node is not None:
             await node.close()
         if left:

@@ -264,7 +264,7 @@ class RayProvider:
         """End what an earlier controller's gateway left on this machine; returns the names."""
         marker = self._marker
         found = await asyncio.to_thread(process_tree.tree, None, marker)
-        await asyncio.to_thread(process_tree.end_tree, None, marker, _rest)
+        await asyncio.to_thread(process_tree.end_tree, None, marker)
         return ["ray-gateway"] if found else []
 
     async def close(self) -> None:
@@ -422,7 +422,7 @@ class _Gateway:
         if not at_once:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_CLOSE_S)
-        process_tree.end_tree(self._process.pid, self._marker, _rest)
+        process_tree.end_tree(self._process.pid, self._marker)
         self._process.wait()
         self._reader.join()
 
@@ -465,7 +465,3 @@ def _environment() -> dict[str, str]:
     rays = {key: value for key, value in os.environ.items() if key.startswith("RAY_")}
     paths = {key: os.environ[key] for key in ("PYTHONPATH",) if key in os.environ}
     return {"RAY_USAGE_STATS_ENABLED": "0"} | passed_on(OURS) | paths | rays
-
-
-def _rest() -> None:
-    time.sleep(0.02)

@@ -21,7 +21,6 @@ import stat
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -150,7 +149,7 @@ class Slot:
         """End the worker with everything it started and leave the node's folder; may be repeated."""
         process, self._process = self._process, None
         if process is not None:
-            left = process_tree.end_tree(process.pid, self._marker, lambda: time.sleep(0.02))
+            left = process_tree.end_tree(process.pid, self._marker)
             if left:
                 raise FleetError(
                     f"processes {left} cannot be ended; they are stuck in the kernel; restart the "
@@ -294,7 +293,7 @@ def _end_orphans() -> None:
         if not process_tree.is_running(int(owner[2]), int(owner[3])):
             orphans.add(marker)
     for marker in orphans:
-        process_tree.end_tree(None, marker, lambda: time.sleep(0.02))
+        process_tree.end_tree(None, marker)
 
 
 def _pid_namespace() -> int:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -222,7 +221,7 @@ class SimulatedPod:
         """Kill the container with all that runs in it and wipe its disk; blocks for a moment."""
         if self.process is None:
             return
-        process_tree.end_tree(self.process.pid, self._marker, lambda: time.sleep(0.02))
+        process_tree.end_tree(self.process.pid, self._marker)
         self.process.wait()
         self.is_frozen = False
         shutil.rmtree(self.folder / "disk", ignore_errors=True)
