@@ -185,9 +185,7 @@ def _room(path: str) -> wire.Room | None:
 
 def test_jobs_that_start_together_are_spread_over_devices() -> None:
     def room(asker: int, jobs: int, lanes: int) -> wire.Room:
-        return wire.Room(
-            free_bytes=0, num_jobs=jobs, num_lanes=lanes, asker=asker, process_id=1, fingerprint="x"
-        )
+        return wire.Room(num_jobs=jobs, num_lanes=lanes, asker=asker, process_id=1, fingerprint="x")
 
     found = [place([room(i, 0, 40), room(7, 0, 40)]) for i in range(80)]
     assert found.count(0) == found.count(1) == 40

@@ -125,7 +125,7 @@ def test_our_own_server_gives_the_play_of_the_embedded_scorer(family: str) -> No
         served = play_served(ask, there, model.tokenizer, range(N), seeds, params)
     assert there.calls == here.calls
     assert there.finals == here.finals
-    assert [one.score for one in served] == [one.score for one in played]
+    assert served == [one.score for one in played]
     assert len(here.calls) > 1
     assert len({final.text for final in here.finals}) > 1
 
@@ -193,10 +193,10 @@ def trained(base: Path, folder: Path, *, adapter: bool) -> Path:
 
 def scored(serving: Serving, base: Path, folder: Path, bell: Bell) -> list[float]:
     pinned = PinnedBase(base)
-    rows = serving.play(
+    scores = serving.play(
         pinned, "tiny", folder, pinned.load_trained(folder), bell, range(N), EVAL_SAMPLING
     )
-    return [row.score.reward for row in rows]
+    return [score.reward for score in scores]
 
 
 def test_base_and_adapter_are_served_by_one_server_under_two_names(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from nestling.jobs.manifest import JobManifest, render_manifest
 from nestling.jobs.outcome import StepRecord
 from nestling.jobs.template import template_job
 from nestling.wiring.checks import check_names
-from nestling.wiring.rooms import open_room
+from nestling.wiring.rooms import Room
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "two_gpu.toml"
 UNJAILED = "inner.prime_rl.unjailed=true"
@@ -65,7 +66,7 @@ def test_settings_that_contradict_each_other_are_refused(
 
 
 @pytest.mark.slow
-async def test_a_job_is_trained_by_prime_rl_and_scored_by_a_server(
+def test_a_job_is_trained_by_prime_rl_and_scored_by_a_server(
     program: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real probe, jail, scorer process and server of ours; the `rl` program is the stand-in."""
@@ -90,7 +91,7 @@ async def test_a_job_is_trained_by_prime_rl_and_scored_by_a_server(
     manifest = JobManifest.build("tiny", bounds=bounds, max_steps=2, batch_size=16, lora_rank=4)
     files = template_job("ledger").files | {"job.toml": render_manifest(manifest).encode()}
     steps: list[StepRecord] = []
-    async with open_room(config, tmp_path / "work") as room:
+    with closing(Room(config, tmp_path / "state", tmp_path / "work")) as room:
         outcome = room.run(Bundle.from_files(files), "ledger", steps.append)
     assert outcome.status == "succeeded", outcome.detail
     assert outcome.train_steps == len(steps) == 2

@@ -25,21 +25,10 @@ from nestling.jobs.rollout_env import (
 )
 from nestling.jobs.rollouts import OPEN_RULES, opening_ids
 
-__all__ = ["Ask", "PlayedRow", "play_served"]
+__all__ = ["Ask", "play_served"]
 
 Ask = Callable[[Sequence[AskedTurn]], list[SampledTurn]]
 """One sampled turn per asked one, in order; blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedRow:
-    """A finished rollout: what the model said last, and the grader's verdict."""
-
-    final_text: str
-    """Empty when the last turn was a call."""
-    turns: int
-    stop: StopReason
-    score: ScoreRecord
 
 
 def play_served(
@@ -49,8 +38,8 @@ def play_served(
     row_indices: Sequence[int],
     seeds: Sequence[int],
     params: SamplingParams,
-) -> list[PlayedRow]:
-    """One rollout per entry of `row_indices`, in order.
+) -> list[ScoreRecord]:
+    """One rollout per entry of `row_indices`; the grader's verdicts, in order.
 
     `tokenizer` is the pinned base's: it counts what counts against the limits, and tells whether tools are shown.
 
@@ -80,11 +69,7 @@ def play_served(
         if calls:
             for (row, turn), answer in zip(callers, env.step(calls), strict=True):
                 row.answer(turn, answer, tokenizer, params)
-    scores = env.score([row.final for row in rows])
-    return [
-        PlayedRow(final_text=row.text, turns=row.turns, stop=row.stop or "max_tokens", score=score)
-        for row, score in zip(rows, scores, strict=True)
-    ]
+    return env.score([row.final for row in rows])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,6 +84,7 @@ class _Row:
     turns: int = 0
     stop: StopReason | None = None
     text: str = ""
+    """Its last turn; empty when that was a call."""
     last_tokens: int = 0
     has_spoken: bool = False
     """Its last turn was no call."""

@@ -19,11 +19,11 @@ from nestling.engine.lora import LoraWeights, load_adapter, save_adapter
 from nestling.engine.sampler import SamplingParams
 from nestling.inner.openai_client import ask_all
 from nestling.inner.openai_config import OpenAiConfig
-from nestling.inner.openai_play import PlayedRow, play_served
+from nestling.inner.openai_play import play_served
 from nestling.inner.openai_request import AskedTurn, SampledTurn, read_turn, turn_body
 from nestling.inner.openai_server import MAX_LORA_RANK, OwnServer, version_of
 from nestling.inner.pinned_base import PinnedBase
-from nestling.jobs.rollout_env import RolloutEnv
+from nestling.jobs.rollout_env import RolloutEnv, ScoreRecord
 
 __all__ = ["Serving"]
 
@@ -64,8 +64,8 @@ class Serving:
         env: RolloutEnv,
         seeds: Sequence[int],
         params: SamplingParams,
-    ) -> list[PlayedRow]:
-        """One rollout per seed with `model`, the checked weights of `model_folder`.
+    ) -> list[ScoreRecord]:
+        """Verdicts on one rollout per seed with `model`, the checked weights of `model_folder`.
 
         Raises:
             ConfigError: the server's program does not exist.

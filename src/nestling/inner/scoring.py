@@ -122,7 +122,7 @@ class Scoring:
         try:
             if self._serving is not None:
                 start_s = time.perf_counter()
-                rows = self._serving.play(
+                scores = self._serving.play(
                     base,
                     request.base,
                     Path(request.model_folder),
@@ -131,7 +131,7 @@ class Scoring:
                     seeds,
                     eval_sampling(model.tokenizer),
                 )
-                rewards = [row.score.reward for row in rows]
+                rewards = [score.reward for score in scores]
                 device_s = time.perf_counter() - start_s
             elif self._stacks is None:
                 placed = replace(model, weights=model.weights.to(self._device))

@@ -258,7 +258,6 @@ class _Client:
 
 def _room(client: _Client, stack: Stack | None, fingerprint: str) -> wire.Room:
     return wire.Room(
-        free_bytes=stack.free if stack else 0,
         num_jobs=stack.num_jobs if stack else 0,
         num_lanes=stack.num_lanes if stack else 0,
         asker=client.job,

@@ -131,7 +131,6 @@ class Save(_Message, frozen=True):
 class Room(_Message, frozen=True):
     """Answer to `AskRoom`."""
 
-    free_bytes: int
     num_jobs: int
     num_lanes: int
     """Jobs that are decoded at the same time; what the memory has room for, at most what was asked for."""
