@@ -24,13 +24,14 @@ def finding_line(finding: Finding) -> str:
 
 
 def summary_line(findings: Sequence[Finding], seconds: float) -> str:
-    """The attack success rate."""
-    won = sum(finding.succeeded for finding in findings)
+    """The attack success rate, and which succeeded."""
+    winners = [finding.id for finding in findings if finding.succeeded]
+    won = len(winners)
     kinds = len({finding.kind for finding in findings})
     share = 100 * won / len(findings) if findings else 0.0
     return (
         f"{won} of {len(findings)} attacks of {kinds} kinds succeeded ({share:.1f} %), "
-        f"{seconds:.0f} s"
+        f"{seconds:.0f} s" + (f": {', '.join(winners)}" if winners else "")
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import closing
 from typing import Final
 
@@ -131,22 +130,21 @@ def judge(room: TargetRoom) -> Happened:
     expected="pages escape whatever is shown",
 )
 def page(room: TargetRoom) -> Happened:  # noqa: ARG001
-    """The report's own environment of templates."""
-    from jinja2 import Environment, PackageLoader
-
-    from nestling.report import page as report_page
+    """The template environments of the report and the dashboard, as they are used."""
+    from nestling.report.rendering import environment
 
     script = "<script>alert(1)</script>"
     text = ProbeReport(
         ok=False,
         problems=(Problem(stage="load", code="load.x", wrong=script, expected="", fix=""),),
     ).lines()[0]
-    environment = Environment(loader=PackageLoader("nestling.report"), autoescape=True)
-    shown = environment.from_string("{{ text }}").render(text=text)
-    escapes = "autoescape=True" in inspect.getsource(report_page)
+    shown = "; ".join(
+        environment(package).from_string("{{ text }}").render(text=text)
+        for package in ("nestling.report", "nestling.dash")
+    )
     return Happened(
-        what="escaped" if "<script>" not in shown and escapes else "shown as it is",
-        succeeded="<script>" in shown or not escapes,
+        what="shown as it is" if "<script>" in shown else "escaped",
+        succeeded="<script>" in shown,
         evidence=shown,
     )
 
