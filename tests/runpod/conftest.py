@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from nestling.core.clock import SystemClock
+from nestling.core.listening import bound_socket
 from nestling.core.rundir import ArtifactStore
-from nestling.fleet.pods.channel import bound_socket
 from nestling.fleet.pods.config import RunpodFleet
 from nestling.fleet.pool import Pool, PoolLimits
 from nestling.fleet.providers.runpod import RunpodProvider
@@ -93,7 +93,7 @@ class Room:
 
 
 def free_port() -> int:
-    with bound_socket("127.0.0.1:0") as taken:
+    with bound_socket("127.0.0.1", 0) as taken:
         return int(taken.getsockname()[1])
 
 

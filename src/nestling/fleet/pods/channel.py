@@ -28,6 +28,7 @@ from starlette.routing import Route
 
 from nestling.core.clock import Clock
 from nestling.core.errors import ConfigError, FleetError, StoreError
+from nestling.core.listening import bound_socket
 from nestling.core.rundir import ArtifactStore
 from nestling.fleet.pods.identity import PodIdentity
 from nestling.fleet.pods.link import PodLink
@@ -44,7 +45,7 @@ from nestling.fleet.pods.wire import (
     enrol_proof,
 )
 
-__all__ = ["Admit", "PodChannel", "TooEarlyError", "bound_socket", "quiet_server"]
+__all__ = ["Admit", "PodChannel", "TooEarlyError", "listening_socket", "quiet_server"]
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class PodChannel:
     @asynccontextmanager
     async def listening(self, listen: str) -> AsyncIterator[int]:
         """Accept pods at `host:port` inside the block; gives the port. `ConfigError` when taken."""
-        taken = bound_socket(listen)
+        taken = listening_socket(listen)
         config = uvicorn.Config(
             self.app,
             ssl_certfile=str(self._identity.certificate_file),
@@ -223,16 +224,12 @@ async def quiet_server(config: uvicorn.Config, taken: socket.socket) -> AsyncIte
                 await asyncio.wait((task,), timeout=_END_S)
 
 
-def bound_socket(listen: str) -> socket.socket:
-    """A listening socket at `host:port`; `ConfigError` when it cannot be had."""
+def listening_socket(listen: str, *, setting: str = "fleet.listen") -> socket.socket:
+    """A listening socket at `host:port`, without a host at all addresses; `ConfigError` when it cannot be had."""
     host, _, port = listen.rpartition(":")
-    try:
-        return socket.create_server((host.strip("[]") or "0.0.0.0", int(port)))  # noqa: S104 (asked for)
-    except (OSError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"cannot listen on {listen!r}: {error}; expected host:port with a free port; "
-            "set fleet.listen to another"
-        ) from error
+    if not (port.isascii() and port.isdigit()):
+        raise ConfigError(f"{setting} = {listen!r}; expected host:port; for example 0.0.0.0:8443")
+    return bound_socket(host.strip("[]") or "0.0.0.0", int(port), setting=setting)  # noqa: S104 (asked for)
 
 
 async def _body(request: Request) -> bytes:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import uvicorn
 
-from nestling.fleet.pods.channel import bound_socket, quiet_server
+from nestling.fleet.pods.channel import listening_socket, quiet_server
 from nestling.fleet.runpod_simulator.account import Account, SimulatedTime
 from nestling.fleet.runpod_simulator.app import RunpodApp
 from nestling.fleet.runpod_simulator.script import Script
@@ -67,7 +67,7 @@ async def simulated_runpod(
                 yield running
         return
     async with simulated_account(script, folder, speed=speed, key=key) as app:
-        taken = bound_socket(listen)
+        taken = listening_socket(listen, setting="--listen")
         config = uvicorn.Config(
             app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
