@@ -15,6 +15,7 @@ from pydantic import SecretStr, ValidationError
 from nestling.config import load_recipe
 from nestling.core.errors import ConfigError, FleetError
 from nestling.fleet.messages import Done, Ready, Work, encode
+from nestling.fleet.pods.channel import listening_socket
 from nestling.fleet.pods.link import PodLink
 from nestling.fleet.pods.pins import drift, expected_pins, found_pins
 from nestling.fleet.pods.records import PodRecords
@@ -37,6 +38,7 @@ from nestling.fleet.providers.runpod_request import pod_command
 from nestling.fleet.runpod_simulator.script import Script
 from nestling.fleet.runpod_simulator.server import simulated_account
 from nestling.store import GroupCommit, RunStore
+from nestling.wiring.checks import check_names
 
 from .conftest import IMAGE, fleet_config
 
@@ -376,3 +378,21 @@ def test_the_recipe_is_the_published_arc() -> None:
     assert recipe.fleet.machine == "rtx4090"  # the dearest, so that reservations are upper bounds
     with pytest.raises(ConfigError, match=r"fleet\.image is missing"):
         load_recipe(REPO / "recipes" / "runpod.toml")
+
+
+@pytest.mark.parametrize("listen", ["8443:", "host", "127.0.0.1:x", "127.0.0.1:70000", "taken"])
+def test_an_address_that_cannot_be_listened_on_is_named(listen: str) -> None:
+    with listening_socket("127.0.0.1:0") as one:
+        where = f"127.0.0.1:{one.getsockname()[1]}" if listen == "taken" else listen
+        with pytest.raises(ConfigError, match=r"fleet\.listen"):
+            listening_socket(where)
+
+
+@pytest.mark.parametrize("kind", ["ray", "runpod"])
+def test_models_are_not_kept_on_other_machines(kind: str) -> None:
+    recipe = REPO / "recipes" / "runpod.toml" if kind == "runpod" else None
+    settings = [f"fleet.image={IMAGE}", "fleet.address=https://198.51.100.7:8443"]
+    settings = settings if recipe else ["fleet.kind=ray"]
+    check_names(load_recipe(recipe, settings))
+    with pytest.raises(ConfigError, match=r"keep_models = true.*to local"):
+        check_names(load_recipe(recipe, [*settings, "inner.keep_models=true"]))

@@ -10,6 +10,7 @@ from nestling.wiring.agents import agent_folder
 
 __all__ = [
     "check_names",
+    "refuse_distant_models",
     "refuse_distant_stacks",
     "refuse_unjailed",
 ]
@@ -41,13 +42,24 @@ def refuse_distant_stacks(config: RunConfig) -> None:
         )
 
 
+def refuse_distant_models(config: RunConfig) -> None:
+    """ConfigError when models would be kept on other machines."""
+    if config.inner.keep_models and config.fleet.kind != "local":
+        raise ConfigError(
+            f"inner.keep_models = true with fleet.kind = {config.fleet.kind!r}; expected false, as models stay where "
+            "they are trained, on machines that do not keep them; or set fleet.kind to local"
+        )
+
+
 def check_names(config: RunConfig) -> None:
-    """Refuse names that nothing goes by, before anything is started.
+    """Refuse what a recipe may not ask for, before anything is started.
 
     Raises:
-        ConfigError: a family, an agent or a machine type is unknown.
+        ConfigError: a family, an agent or a machine type is unknown, or settings do not go together.
     """
     refuse_unjailed(config)
+    refuse_distant_stacks(config)
+    refuse_distant_models(config)
     for family in (*config.families.training, *config.families.held_out):
         get(family)
     agent_folder(config.agent.model)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nestling.config import LocalFleet, RayFleet, RunConfig, RunpodFleet
 from nestling.core.clock import SystemClock
-from nestling.core.errors import ConfigError
 from nestling.core.rundir import ArtifactStore, RunDir
 from nestling.families.splits import EvalSecret
 from nestling.fleet.budget import Budget, load_prices
@@ -23,7 +22,7 @@ from nestling.fleet.start import running_fleet
 from nestling.inner.models_config import bounds_of, offered_bases
 from nestling.jobs.jail import require_bubblewrap
 from nestling.store import GroupCommit
-from nestling.wiring.checks import refuse_distant_stacks
+from nestling.wiring.checks import refuse_distant_models, refuse_distant_stacks
 from nestling.wiring.rooms import running_stacks, stage_seconds
 from nestling.wiring.state import SECRET_FILE, make_state_folder, open_account
 
@@ -50,6 +49,7 @@ async def open_fleet(
 ) -> AsyncIterator[FleetRunner]:
     """The run's workers and a job runner over them."""
     refuse_distant_stacks(config)
+    refuse_distant_models(config)
     with running_stacks(config, run.root / "logs") as stacks:
         async with _open_fleet(config, run, writer, stacks) as fleet:
             yield fleet
@@ -98,11 +98,6 @@ async def open_pod_provider(config: RunConfig, run: RunDir, writer: GroupCommit)
     from nestling.fleet.providers.runpod_open import PodWork, open_provider
 
     assert isinstance(config.fleet, RunpodFleet)
-    if config.inner.keep_models:
-        raise ConfigError(
-            "inner.keep_models keeps models where they are trained, which is on pods that are wiped "
-            "with fleet.kind=runpod; expected false; or set fleet.kind to local"
-        )
     state = make_state_folder()
     secret = EvalSecret.load_or_create(state / SECRET_FILE)
     return await open_provider(
@@ -138,11 +133,6 @@ def _open_provider(
     if isinstance(config.fleet, RayFleet):
         from nestling.fleet.providers.ray_cluster import RayProvider, RaySlots
 
-        if config.inner.keep_models:
-            raise ConfigError(
-                "inner.keep_models keeps models where they are trained, which is on other machines "
-                "with fleet.kind=ray; expected false; or set fleet.kind to local"
-            )
         slots = RaySlots(
             handlers=HANDLERS,
             settings=settings,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,17 @@ from nestling.inner.scorer import Scorer
 from nestling.inner.trainer import Trainer, TrainLimits
 from nestling.jobs.budget import Caps
 from nestling.jobs.bundle import Bundle
-from nestling.jobs.jail import Jail, JailLimits, require_bubblewrap
+from nestling.jobs.jail import Jail, JailLimits
 from nestling.jobs.leaks import LeakIndex
 from nestling.jobs.outcome import Outcome, StepRecord
 from nestling.jobs.probe import ProbeOptions, ProbeReport, probe
 from nestling.jobs.probe_env import JailedOpener
-from nestling.wiring.checks import refuse_unjailed
 from nestling.wiring.state import LEAKS_FOLDER, SECRET_FILE, make_state_folder
 
 __all__ = [
     "Room",
     "load_leak_index",
     "make_handlers",
-    "open_room",
     "running_stacks",
     "stage_seconds",
 ]
@@ -184,20 +182,6 @@ def load_leak_index(family: str, items: int, state: Path) -> LeakIndex:
     write_atomic(path, index.dumps())
     path.chmod(0o600)
     return index
-
-
-@asynccontextmanager
-async def open_room(config: RunConfig, work: Path) -> AsyncIterator[Room]:
-    """A machine room in this process, for a single job."""
-    refuse_unjailed(config)
-    if not config.unsafe_no_jail:
-        require_bubblewrap()
-    with running_stacks(config, work / "logs") as stacks:
-        room = Room(config, make_state_folder(), work, stacks)
-        try:
-            yield room
-        finally:
-            room.close()
 
 
 @contextmanager
