@@ -10,6 +10,8 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +349,38 @@ def test_the_runtime_mounts_no_home_folder():
     assert str(Path.home()) not in sources
     assert "/" not in sources
     assert "/etc" not in sources
+
+
+def test_works_from_an_installation_below_tmp(jail):
+    """Which the private /tmp of the jail must not hide: modules may be imported late."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        venv.create(folder, symlinks=True)
+        (own,) = Path(folder).glob("lib/python3*/site-packages")
+        (own / "late_module.py").write_text("WORD = 'here'\n")
+        packages = [p for p in sys.path if p.endswith("site-packages")]
+        (own / "others.pth").write_text("\n".join(packages))
+        program = f"""
+import sys
+sys.path.insert(0, {str(Path(nestling.__file__).parents[1])!r})
+from nestling.jobs.env_client import open_env
+from nestling.jobs.env_zygote import Zygote
+from nestling.jobs.jail import Jail, JailLimits
+from nestling.redteam.hostile_job import spy_files
+files = spy_files("import late_module\\nopen('/tmp/x', 'w').close()\\nsay(late_module.WORD)")
+jail = Jail()
+with Zygote(jail) as zygote:
+    for starter in (zygote, None):
+        with open_env(files, {{}}, JailLimits(), jail=jail, starter=starter) as env:
+            print(env.rows(1)[0].prompt)
+"""
+        done = subprocess.run(
+            [f"{folder}/bin/python", "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    assert done.stdout.split() == ["here", "here"], done.stderr[-2000:]
 
 
 @pytest.mark.slow

@@ -261,9 +261,10 @@ class Jail:
         options.append("--clearenv")
         for name, value in WORKER_ENVIRONMENT.items():
             options += ["--setenv", name, value]
+        # before the libraries: an installation below /tmp is mounted over the private one
+        options += ["--perms", "1777", "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"]  # noqa: S108
         options += python_runtime().options
         options += ["--ro-bind", str(job_dir), JAIL_JOB_DIR, "--proc", "/proc"]
-        options += ["--perms", "1777", "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"]  # noqa: S108
         options += ["--chdir", JAIL_JOB_DIR, "--remount-ro", "/"]
         return options
 
