@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from nestling.bench.registry import BENCHMARKS, measure_of
 from nestling.cli.options import (
     Commands,
     families_of,
@@ -46,6 +47,23 @@ def out_option(name: str, help_text: str = "File for the figures.") -> Callable[
     )  # fmt: skip
 
 
+def _usual_options(name: str, out_help: str = "File for the figures.") -> Callable[[_F], _F]:
+    """`--out`, `--json`, and what the table says of the benchmark."""
+    benchmark = BENCHMARKS[name]
+
+    def add(function: _F) -> _F:
+        function = out_option(name, out_help)(json_option(function))
+        if benchmark.has_room:
+            function = room_options(function)
+        if benchmark.has_runs:
+            function = _runs(function)
+        if benchmark.families:
+            function = families_option(benchmark.families)(function)
+        return function
+
+    return add
+
+
 @click.group("bench", cls=Commands)
 def command() -> None:
     """Measure jobs and this machine."""
@@ -54,14 +72,14 @@ def command() -> None:
 @command.command("list")
 def list_benchmarks() -> int:
     """Names and what they measure."""
-    from nestling.bench.registry import BENCHMARKS
-
-    print_table(("benchmark", "measures"), list(BENCHMARKS.items()))
+    print_table(
+        ("benchmark", "measures"), [(name, one.measures) for name, one in BENCHMARKS.items()]
+    )
     return 0
 
 
 @command.command("spread")
-@families_option("training")
+@_usual_options("spread")
 @click.option("--seeds", type=click.IntRange(1, 100), default=3, show_default=True,
               help="Training seeds of each job.")  # fmt: skip
 @click.option("--items", type=click.IntRange(8, 10_000), help="Hidden items per score.")
@@ -70,9 +88,6 @@ def list_benchmarks() -> int:
     "--workers", type=click.IntRange(1, 1024), metavar="N",
     help="Families measured at the same time; default: one per core.",
 )  # fmt: skip
-@out_option("spread")
-@room_options
-@json_option
 def spread(
     families: str,
     seeds: int,
@@ -85,92 +100,20 @@ def spread(
     as_json: bool,
 ) -> int:
     """How far good and bad jobs lie apart: template, worse settings, a bad rubric, no-op."""
-    names = families_of(families)
     changes = [*settings, *([f"inner.eval_items={items}"] if items is not None else [])]
-    config = recipe(changes, unsafe_no_jail=unsafe_no_jail)
-    from nestling.bench.spread import JOBS, measure
-
-    chosen = tuple(part.strip() for part in jobs.split(",")) if jobs else JOBS
-    slots = workers or len(os.sched_getaffinity(0))
-    return _told(
-        "spread",
-        lambda: measure(config, families=names, seeds=seeds, jobs=chosen, workers=slots),
-        out,
-        as_json=as_json,
-    )
-
-
-@command.command("engine")
-@_runs
-@out_option("engine")
-@json_option
-def engine(runs: int, out: Path, as_json: bool) -> int:
-    """Speed on one CPU thread, beside transformers and TRL where installed."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from nestling.bench.engine import measure
-
-    return _told("engine", lambda: measure(runs=runs), out, as_json=as_json)
-
-
-@command.command("plumbing")
-@families_option("all")
-@_runs
-@out_option("plumbing")
-@json_option
-def plumbing(families: str, runs: int, out: Path, as_json: bool) -> int:
-    """What a rollout costs beside the model, and in verifiers' own lifecycle."""
-    names = families_of(families)
-    from nestling.bench.plumbing import measure
-
-    return _told("plumbing", lambda: measure(families=names, runs=runs), out, as_json=as_json)
-
-
-@command.command("probe")
-@families_option("all")
-@_runs
-@out_option("probe")
-@room_options
-@json_option
-def probe(
-    families: str,
-    runs: int,
-    out: Path,
-    settings: tuple[str, ...],
-    unsafe_no_jail: bool,
-    as_json: bool,
-) -> int:
-    """How long the probe of a template job takes with a warm worker."""
-    names = families_of(families)
-    config = recipe(list(settings), unsafe_no_jail=unsafe_no_jail)
-    from nestling.bench.probe import measure
-
-    return _told("probe", lambda: measure(config, families=names, runs=runs), out, as_json=as_json)
-
-
-@command.command("job")
-@families_option("training")
-@_runs
-@out_option("job")
-@room_options
-@json_option
-def job(
-    families: str,
-    runs: int,
-    out: Path,
-    settings: tuple[str, ...],
-    unsafe_no_jail: bool,
-    as_json: bool,
-) -> int:
-    """CPU seconds of a template job, part by part."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    names = families_of(families)
-    config = recipe(list(settings), unsafe_no_jail=unsafe_no_jail)
-    from nestling.bench.job import measure
-
-    return _told("job", lambda: measure(config, families=names, runs=runs), out, as_json=as_json)
+    arguments: dict[str, Any] = {
+        "families": families_of(families),
+        "config": recipe(changes, unsafe_no_jail=unsafe_no_jail),
+        "seeds": seeds,
+        "workers": workers or len(os.sched_getaffinity(0)),
+    }
+    if jobs:
+        arguments["jobs"] = tuple(part.strip() for part in jobs.split(","))
+    return _told("spread", arguments, out, as_json=as_json)
 
 
 @command.command("gpu")
+@_usual_options("gpu", "File for the figures; finished parts are kept in a folder beside it.")
 @click.option("--parts", metavar="A,B,...", help="See `--list`; default: all but devices.")
 @click.option("--list", "list_parts", is_flag=True, help="Names of the parts, and end.")
 @click.option(
@@ -180,9 +123,6 @@ def job(
 @click.option("--jobs", type=click.IntRange(1, 1000), help="Whole jobs of a batch on one device.")
 @click.option("--workers", type=click.IntRange(1, 1000), help="Processes that run whole jobs.")
 @click.option("--again", is_flag=True, help="Measure the parts again that are on disk.")
-@out_option("gpu", "File for the figures; finished parts are kept in a folder beside it.")
-@room_options
-@json_option
 def gpu(
     parts: str | None,
     list_parts: bool,
@@ -197,7 +137,7 @@ def gpu(
     as_json: bool,
 ) -> int:
     """Speed and memory on a GPU, part by part; a part that is on disk is not measured again."""
-    from nestling.bench.gpu import PARTS, default_sizes, measure
+    from nestling.bench.gpu import PARTS, default_sizes
 
     if list_parts:
         print_table(("part", "measures"), list(PARTS.items()))
@@ -215,12 +155,8 @@ def gpu(
     for part in chosen if again else ():
         for path in kept.glob(f"{part}-*.json"):
             path.unlink()
-    return _told(
-        "gpu",
-        lambda: measure(parts=chosen, device=device, sizes=sizes, kept=kept, config=config),
-        out,
-        as_json=as_json,
-    )
+    arguments = {"parts": chosen, "device": device, "sizes": sizes, "kept": kept, "config": config}
+    return _told("gpu", arguments, out, as_json=as_json)
 
 
 @command.command("all")
@@ -234,24 +170,22 @@ def gpu(
 @json_option
 def run_all(out: Path, as_json: bool) -> int:
     """Every benchmark with its default settings."""
-    from nestling.bench.registry import BENCHMARKS, measure_of
-
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     records = {}
-    for name in BENCHMARKS:
-        say(f"{name}: {BENCHMARKS[name]}")
-        records[name] = measured(name, measure_of(name), out / f"{name}.json")
+    for name, benchmark in BENCHMARKS.items():
+        say(f"{name}: {benchmark.measures}")
+        records[name] = _measured_with(name, {}, out / f"{name}.json")
     if as_json:
         print_json({name: one.model_dump(mode="json") for name, one in records.items()})
     return 0
 
 
 def measured(name: str, measure: Callable[[], Measured], out: Path) -> BenchRecord:
-    """Measure, print the table, write the record."""
+    """Measure with one torch thread unless told otherwise, print the table, write the record."""
     from nestling.bench.record import record
     from nestling.core.clock import SystemClock
     from nestling.core.rundir import write_atomic
 
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     clock = SystemClock()
     started_s = clock.monotonic()
     measured = measure()
@@ -268,8 +202,40 @@ def measured(name: str, measure: Callable[[], Measured], out: Path) -> BenchReco
     return done
 
 
-def _told(name: str, measure: Callable[[], Measured], out: Path, *, as_json: bool) -> int:
-    done = measured(name, measure, out)
+def _told(name: str, arguments: Mapping[str, Any], out: Path, *, as_json: bool) -> int:
+    done = _measured_with(name, arguments, out)
     if as_json:
         print_json(done.model_dump(mode="json"))
     return 0
+
+
+def _measured_with(name: str, arguments: Mapping[str, Any], out: Path) -> BenchRecord:
+    return measured(name, lambda: measure_of(name)(**arguments), out)
+
+
+def _plain_command(name: str) -> click.Command:
+    """The command of a benchmark that has the usual options only."""
+    benchmark = BENCHMARKS[name]
+
+    def body(
+        out: Path,
+        *,
+        as_json: bool,
+        families: str = "",
+        settings: tuple[str, ...] = (),
+        unsafe_no_jail: bool = False,
+        **arguments: Any,  # noqa: ANN401
+    ) -> int:
+        if benchmark.families:
+            arguments["families"] = families_of(families)
+        if benchmark.has_room:
+            arguments["config"] = recipe(settings, unsafe_no_jail=unsafe_no_jail)
+        return _told(name, arguments, out, as_json=as_json)
+
+    measures = benchmark.measures
+    told = click.command(name, help=f"{measures[0].upper()}{measures[1:]}.")
+    return told(_usual_options(name)(body))
+
+
+for _name in BENCHMARKS.keys() - command.commands.keys():
+    command.add_command(_plain_command(_name))
