@@ -10,6 +10,7 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Final
@@ -28,7 +29,7 @@ from nestling.jobs.bundle import Bundle
 from nestling.jobs.template import EXACT_REWARD, TASKSET_PATH, template_job
 from nestling.wiring.rooms import Room
 
-__all__ = ["JOBS", "measure", "summarise", "with_bad_rubric"]
+__all__ = ["JOBS", "closing_on_sigterm", "measure", "summarise", "with_bad_rubric"]
 
 JOBS: Final = (
     "template",
@@ -129,13 +130,26 @@ def _all_rows(
 
 def _leave_to_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # closes the room on its way
+
+
+@contextmanager
+def closing_on_sigterm() -> Iterator[None]:
+    """SIGTERM leaves the block as `SystemExit` would, so that a room closes; after it, it just ends us.
+
+    Raised while Python exits, where a pool may still send it, it would be told as an error.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _worker_rows(asked: tuple[RunConfig, str, int, Sequence[str]]) -> list[SpreadRow]:
     """Errors with more than a text do not survive the way to another process."""
     try:
-        return _family_rows(*asked)
+        with closing_on_sigterm():
+            return _family_rows(*asked)
     except ConfigError:
         raise
     except NestlingError as error:
