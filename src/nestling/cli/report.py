@@ -21,19 +21,31 @@ __all__ = ["command"]
     "for several runs comparison/index.html.",
 )
 @click.option("--png", is_flag=True, help="Write the figures as PNG too, beside SVG and CSV.")
+@click.option(
+    "--export",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Write no page but the run's numbers to this folder, small enough for a repository; it "
+    "may stand for the run wherever this command reads one.",
+)
 @json_option
-def command(runs: tuple[Path, ...], out: Path | None, png: bool, as_json: bool) -> int:
+def command(
+    runs: tuple[Path, ...], out: Path | None, png: bool, export: Path | None, as_json: bool
+) -> int:
     """Write the static HTML report of a run folder, or the comparison of several.
 
-    The runs may still be going on.
+    The runs may still be going on. A folder of exported data stands for its run.
     """
+    from nestling.report.arc_data import is_arc_data
+
     for run in runs:
-        if not (run / "run.db").is_file():
+        if not (run / "run.db").is_file() and not is_arc_data(run):
             what = "holds no run (no run.db)" if run.is_dir() else "is not a folder"
             raise ConfigError(
                 f"{run} {what}; expected the folder of `nestling run` or `nestling eval-agent`; "
                 f"check the path"
             )
+    if export is not None:
+        return _export(runs, export, as_json)
     if len(runs) > 1:
         from nestling.report.compare_page import write_comparison
 
@@ -49,4 +61,20 @@ def command(runs: tuple[Path, ...], out: Path | None, png: bool, as_json: bool) 
     click.echo(str(page))
     if as_json:
         print_json({"report": str(page), "summary": str(page.parent / "summary.json")})
+    return 0
+
+
+def _export(runs: tuple[Path, ...], folder: Path, as_json: bool) -> int:
+    from nestling.report.arc_data import write_arc_data
+    from nestling.report.gather import read_records
+
+    if len(runs) > 1:
+        raise ConfigError(
+            f"--export takes one run, not {len(runs)}; export each to a folder of its own"
+        )
+    files = write_arc_data(read_records(runs[0]), folder)
+    for file in files:
+        click.echo(str(file))
+    if as_json:
+        print_json({"files": [str(file) for file in files]})
     return 0

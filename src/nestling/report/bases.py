@@ -7,30 +7,32 @@ from collections.abc import Mapping, Sequence
 from nestling.report.run_data import EpisodeRow
 from nestling.store import RunStore
 
-__all__ = ["best_untrained", "better_bases"]
+__all__ = ["best_untrained", "better_bases", "shown_baselines"]
 
 _TIE = 1e-9
 
 
-def best_untrained(store: RunStore, episodes: Sequence[EpisodeRow]) -> dict[str, float]:
+Shown = Mapping[str, Mapping[str, float]]
+"""Untrained scores by family and base, as agents were shown them."""
+
+
+def best_untrained(shown: Shown, episodes: Sequence[EpisodeRow]) -> dict[str, float]:
     """Best untrained score by family: from outcomes, else from the baselines agents were shown."""
-    found = {
-        family: max(scores.values()) for family, scores in _shown_baselines(store).items() if scores
-    }
+    found = {family: max(scores.values()) for family, scores in shown.items() if scores}
     for episode in episodes:
         if episode.best_pre is not None:
             found[episode.family] = episode.best_pre
     return found
 
 
-def better_bases(store: RunStore, episodes: Sequence[EpisodeRow]) -> dict[str, str]:
+def better_bases(shown: Shown, episodes: Sequence[EpisodeRow]) -> dict[str, str]:
     """The better base by family, on the items that pay; left out where bases tie or none is known.
 
     A job's own outcome tells when its base is the best one. Where no outcome does, the baselines
     that the agents were shown decide.
     """
     found = {}
-    for family, scores in _shown_baselines(store).items():
+    for family, scores in shown.items():
         best = max(scores.values(), default=0.0)
         names = [name for name, score in scores.items() if score >= best - _TIE]
         if len(names) == 1 and len(scores) > 1:
@@ -49,7 +51,8 @@ def better_bases(store: RunStore, episodes: Sequence[EpisodeRow]) -> dict[str, s
     return found
 
 
-def _shown_baselines(store: RunStore) -> dict[str, Mapping[str, float]]:
+def shown_baselines(store: RunStore) -> dict[str, dict[str, float]]:
+    """What `get_baseline_scores` answered, by family."""
     return {
         job.family: {str(name): float(score) for name, score in job.result.items()}
         for job in store.jobs.all(state="done", kind="baseline")

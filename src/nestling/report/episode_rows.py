@@ -95,7 +95,7 @@ def _row(group: GroupRecord, record: EpisodeRecord, result: EpisodeResult) -> Ep
         valid_attempt=result.valid_attempt,
         base_model=accepted.base_model if accepted else None,
         settings=settings,
-        config_keys=frozenset(accepted.prime_rl) if accepted else None,
+        config_keys=tuple(sorted(accepted.prime_rl)) if accepted else None,
         job_hash=_accepted_hash(result),
         pre=outcome.pre if outcome else None,
         best_pre=outcome.best_pre if outcome else None,

@@ -1,30 +1,28 @@
-"""Read a run folder into plain values; nothing is written, a running run may be read."""
+"""Read a run folder, or an export of one, into plain values; a running run may be read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from nestling.agent.reward import RewardKind, RewardWeights
 from nestling.core.errors import StoreError
 from nestling.core.rundir import RunDir
 from nestling.fleet.accounting import added_up
 from nestling.outer.store_log import step_reports, sweeps
-from nestling.report.bases import best_untrained, better_bases
+from nestling.report.arc_data import is_arc_data, read_arc_data
+from nestling.report.assemble import assemble
+from nestling.report.bases import shown_baselines
 from nestling.report.episode_rows import episode_rows
-from nestling.report.headline import headline
 from nestling.report.job_rows import job_rows
-from nestling.report.reference_rows import reference_rows
 from nestling.report.run_data import EpisodeRow, JobRow, MachineCost, RunData
 from nestling.report.run_info import recorded_weights, run_info
-from nestling.report.step_rows import step_rows
+from nestling.report.run_records import RunRecords
 from nestling.store import RunStore
 
-__all__ = ["RowMemory", "gather"]
+__all__ = ["RowMemory", "gather", "read_records"]
 
 
 @dataclass(slots=True)
@@ -37,45 +35,36 @@ class RowMemory:
     """Event up to which the jobs are known; None before the first look."""
 
 
-def gather(run_folder: Path, memory: RowMemory | None = None) -> RunData:
+def gather(folder: Path, memory: RowMemory | None = None) -> RunData:
     """Everything a report shows of a run, however far it came.
 
-    `memory`: of earlier calls for the same folder, updated; for a page that follows a run.
+    Args:
+        folder: of a run, or of the data that `write_arc_data` kept of one.
+        memory: of earlier calls for the same run folder, updated; for a page that follows a run.
 
     Raises `StoreError` when the folder holds no run, or a damaged one.
     """
-    folder = RunDir(run_folder)
-    with RunStore.open_reader(folder.database) as store:
+    return assemble(read_records(folder, memory))
+
+
+def read_records(folder: Path, memory: RowMemory | None = None) -> RunRecords:
+    """What `gather` computes from; arguments and errors are the same."""
+    if is_arc_data(folder):
+        return read_arc_data(folder)
+    run = RunDir(folder)
+    with RunStore.open_reader(run.database) as store:
         try:
-            return _gather(folder, store, memory or RowMemory())
+            return _read(run, store, memory or RowMemory())
         except (ValidationError, json.JSONDecodeError) as error:
             raise StoreError(
-                f"{folder.database} holds a record this version cannot read: {error}; expected "
+                f"{run.database} holds a record this version cannot read: {error}; expected "
                 f"what nestling writes; use the version that wrote it or restore a backup"
             ) from error
 
 
-def _gather(folder: RunDir, store: RunStore, memory: RowMemory) -> RunData:
+def _read(folder: RunDir, store: RunStore, memory: RowMemory) -> RunRecords:
     info = run_info(folder, store)
-    recorded = recorded_weights(info.config)
-    weights = recorded or RewardWeights()
     episodes = episode_rows(store, memory.groups)
-    training = tuple(
-        dict.fromkeys(group.family for group in store.progress.groups(purpose="train"))
-    )
-    best_pre = best_untrained(store, episodes)
-    better_base = better_bases(store, episodes)
-    reward_kind = _reward_kind(episodes)
-    references = reference_rows(episodes, training)
-    steps = step_rows(
-        step_reports(store),
-        episodes,
-        references=references,
-        better_base=better_base,
-        best_pre=best_pre,
-        no_op=(reward_kind, weights),
-    )
-    found_sweeps = sweeps(store)
     seq = store.events.last_seq()
     jobs = job_rows(store, episodes, memory.jobs, _changed_jobs(store, memory.seq, seq))
     memory.seq = seq
@@ -84,33 +73,23 @@ def _gather(folder: RunDir, store: RunStore, memory: RowMemory) -> RunData:
         for machine, (microusd, seconds) in sorted(store.money.spent_by("machine").items())
     )
     total = store.money.total()
-    return RunData(
+    return RunRecords(
         info=info,
-        weights=weights,
-        weights_known=recorded is not None,
-        reward_kind=reward_kind,
-        training_families=training,
-        better_base=better_base,
-        best_pre=best_pre,
-        steps=steps,
-        references=references,
-        sweeps=found_sweeps,
-        jobs=jobs,
+        weights=recorded_weights(info.config),
+        training_families=tuple(
+            dict.fromkeys(group.family for group in store.progress.groups(purpose="train"))
+        ),
+        baselines=shown_baselines(store),
+        steps=tuple(step_reports(store)),
+        sweeps=sweeps(store),
         episodes=episodes,
+        jobs=jobs,
         running_episodes=len(store.episodes.all(state="running")),
         failed_episodes=len(store.episodes.all(state="failed")),
         costs=costs,
         family_costs=tuple(added_up(store.money.spending(), "family")),
-        usd=total.spent_microusd / 1e6 if costs else _usd_of_outcomes(jobs),
+        usd=total.spent_microusd / 1e6 if costs else None,
         usd_reserved=total.reserved_microusd / 1e6,
-        headline=headline(
-            steps,
-            episodes,
-            training=training,
-            references=references,
-            sweeps=found_sweeps,
-            no_op=(reward_kind, weights, best_pre),
-        ),
     )
 
 
@@ -121,11 +100,3 @@ def _changed_jobs(store: RunStore, since: int | None, until: int) -> list[str] |
     events = store.events.since(since, until - since) if until > since else []
     subjects = (one.subject for one in events if one.kind.startswith("job."))
     return list(dict.fromkeys(subjects))
-
-
-def _reward_kind(episodes: Sequence[EpisodeRow]) -> RewardKind:
-    return episodes[-1].reward_kind if episodes else "seed"
-
-
-def _usd_of_outcomes(jobs: Sequence[JobRow]) -> float | None:
-    return sum(job.usd for job in jobs) if jobs else None

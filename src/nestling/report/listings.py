@@ -79,15 +79,21 @@ def episode_table(data: RunData) -> Table:
 
 
 def job_table(data: RunData) -> Table:
-    """Every job."""
+    """Every job; which keys it sets is known of those that an episode waited for."""
+    keys = {
+        (one.job_hash, one.family): " ".join(one.config_keys)
+        for one in data.episodes
+        if one.config_keys is not None
+    }
     columns = (
-        *("job", "family", "state", "base_model", "reason", "pre", "best_pre", "post", "uplift"),
-        *("uplift_lo", "uplift_hi", "items", "train_steps", "cpu_s", "wall_s", "usd", "worker"),
-        "tries",
+        *("job", "family", "state", "base_model", "config_keys", "reason", "pre", "best_pre"),
+        *("post", "uplift", "uplift_lo", "uplift_hi", "items", "train_steps", "cpu_s", "wall_s"),
+        *("usd", "worker", "tries"),
     )
     rows: list[tuple[Cell, ...]] = [
         (
-            *(one.id, one.family, one.state, one.base_model, one.reason, one.pre, one.best_pre),
+            *(one.id, one.family, one.state, one.base_model),
+            *(keys.get((one.job_hash, one.family)), one.reason, one.pre, one.best_pre),
             *(one.post, one.uplift, *(one.uplift_ci or (None, None)), one.num_items),
             *(one.train_steps, one.cpu_s, one.wall_s, one.usd, one.worker, one.tries),
         )

@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from nestling import __version__
 from nestling.core.rundir import write_atomic
+from nestling.report.arc_data import is_arc_data
 from nestling.report.arithmetic import formula_lines
 from nestling.report.figures import Drawing, draw_all
 from nestling.report.figures.inner_curve import inner_curve
@@ -42,7 +43,8 @@ def write_report(run_folder: Path, out: Path | None = None, *, png: bool = False
     """Write the report of a run, finished or not; returns the page.
 
     Args:
-        run_folder: holds run.db; it is only read, unless the report goes into it.
+        run_folder: holds run.db, or the data of an exported run, which has no transcripts; it is
+            only read, unless the report goes into it.
         out: the page; its folder also gets `figures/`, the CSV files and `summary.json`. None:
             `report/index.html` in the run folder.
         png: write each figure as PNG too.
@@ -54,7 +56,11 @@ def write_report(run_folder: Path, out: Path | None = None, *, png: bool = False
     folder = page.parent
     # First, so that a folder that cannot be written is found before anything is drawn.
     _write(folder / "summary.json", summarise_run(data).model_dump_json(indent=2) + "\n")
-    details = read_details(run_folder, pick_episodes(data), data.weights)
+    details = (
+        []
+        if is_arc_data(run_folder)
+        else read_details(run_folder, pick_episodes(data), data.weights)
+    )
     figures = draw_all(data)
     write_figures(folder, figures, png=png)
     _write(folder / "steps.csv", step_listing(data).csv())

@@ -78,7 +78,8 @@ class EpisodeRow:
     """Of the accepted job, and so on."""
     settings: str | None
     """All its choices as one text; equal for equal jobs as far as job.toml tells."""
-    config_keys: frozenset[str] | None
+    config_keys: tuple[str, ...] | None
+    """Sorted names of the `[prime_rl]` keys that its job.toml sets."""
     job_hash: str | None
     pre: float | None
     best_pre: float | None
@@ -166,6 +167,8 @@ class JobRow:
     family: str
     state: str
     """queued, running, done or failed in the queue; an outcome's status once it is over."""
+    job_hash: str | None
+    """Names its content; None while the queue has no outcome of it."""
     base_model: str | None
     reason: str
     pre: float | None
