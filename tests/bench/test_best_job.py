@@ -171,6 +171,28 @@ def test_too_little_data_says_what_is_missing(tmp_path: Path) -> None:
         measure([apart], families=["ledger", "calc_chain"])
 
 
+@pytest.mark.parametrize("name", ["best-job", "best-job-one-change", "best-job-spread"])
+def test_committed_figures_are_those_of_the_committed_data(name: str) -> None:
+    kept = json.loads((ROOT / "results" / "calibration" / f"{name}.json").read_text())
+    asked = kept["settings"]
+    again = measure(
+        [ROOT / path for path in asked["data"]],
+        families=asked["families"],
+        kind=asked["reward"],
+        seed=asked["seed"],
+    )
+    assert again.figures == _approximately(kept["figures"])
+    assert kept["figures"]["is_target_reached"] is (kept["figures"]["gap"]["cross_fitted"] >= 0.05)
+
+
+def _approximately(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _approximately(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_approximately(one) for one in value]
+    return pytest.approx(value, abs=1e-6) if isinstance(value, float) else value
+
+
 def test_every_training_family_is_in_the_committed_data() -> None:
     lines = gzip.decompress(DATA.read_bytes()).decode().splitlines()
     assert {json.loads(line)["fam"] for line in lines} >= set(TRAINING)
