@@ -58,7 +58,7 @@ def test_steps_agree_with_the_episodes(data, results, run_folder):
         groups = {key[0] for key in played}
         best = [max(r.reward for key, r in played.items() if key[0] == g) for g in groups]
         assert (row.num_groups, row.group_size) == (4, 4.0)
-        assert row.best_of_group == pytest.approx(np.mean(best))
+        assert row.best_of_group.mean == pytest.approx(np.mean(best))
         jobs = {(one.manifest.base_model, one.manifest.prime_rl["lr"]) for one in valid}
         assert row.distinct_share == pytest.approx(len(jobs) / len(valid))
         on_better = [one.manifest.base_model == "micro" for one in valid]

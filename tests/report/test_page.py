@@ -128,7 +128,7 @@ def test_files_beside_the_page(hostile_page):
         assert "<image" not in text
     rows = list(csv.DictReader((folder / "figures" / "reward.csv").read_text().splitlines()))
     assert [row["step"] for row in rows] == ["1", "2"]
-    assert float(rows[0]["noop"]) == pytest.approx(0.44875)
+    assert float(rows[0]["reward_noop_mean"]) == pytest.approx(0.44875)
     episodes = list(csv.DictReader((folder / "episodes.csv").read_text().splitlines()))
     assert len([row for row in episodes if row["purpose"] == "train"]) == 32
     summary = json.loads((folder / "summary.json").read_text())

@@ -10,6 +10,7 @@ from nestling.outer import stats
 from nestling.outer.heldout import UNTRAINED
 from nestling.outer.stats import Estimate
 from nestling.outer.sweep_report import ALL_FAMILIES, Sweep
+from nestling.report.decomposition import gain_account
 from nestling.report.estimates import by_group, estimate
 from nestling.report.reference_rows import ALL, is_checkpoint
 from nestling.report.run_data import EpisodeRow, Headline, ReferenceRow, StepRow
@@ -59,6 +60,9 @@ def headline(
         final=windows[-1] if windows else None,
         best=max(windows, key=lambda one: one.mean, default=None),
         window_steps=width,
+        account=gain_account(
+            by_group(untrained), by_group(_played(steps[-width:], episodes)), weights, "account"
+        ),
         no_op=measured[0] if measured else formula,
         no_op_source="measured" if measured else "formula" if formula is not None else None,
         measured_untrained=estimate(
@@ -130,9 +134,15 @@ def _window(steps: Sequence[StepRow], training: Sequence[str]) -> int:
 
 
 def _reward(steps: Sequence[StepRow], episodes: Sequence[EpisodeRow]) -> Estimate | None:
+    played = _played(steps, episodes)
+    numbers = sorted(row.step for row in steps)
+    return estimate(by_group(played), lambda one: one.reward, "window", *numbers)
+
+
+def _played(steps: Sequence[StepRow], episodes: Sequence[EpisodeRow]) -> list[EpisodeRow]:
+    """Training episodes that these steps used."""
     numbers = {row.step for row in steps}
-    played = [one for one in episodes if one.purpose == "train" and one.step in numbers]
-    return estimate(by_group(played), lambda one: one.reward, "window", *sorted(numbers))
+    return [one for one in episodes if one.purpose == "train" and one.step in numbers]
 
 
 def _arm_reward(sweep: Sweep | None, arm: str | None, scope: str | None) -> Estimate | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nestling.report.run_data import RunData
+from nestling.report.run_data import RunData, StepRow
 from nestling.report.table import Cell, Table, estimate_cells, estimate_columns
 
 __all__ = ["episode_table", "job_table", "step_listing"]
@@ -33,8 +33,12 @@ def step_listing(data: RunData) -> Table:
                 *estimate_cells(row.best_pre),
                 *estimate_cells(row.better_base),
                 summary.config_use if summary else None,
+                *estimate_cells(row.scored_quality),
+                *estimate_cells(row.best_of_group),
+                *estimate_cells(row.distinct_in_group),
+                *estimate_cells(row.job_difference),
+                *_parts(row),
                 row.attempts,
-                row.best_of_group,
                 row.distinct_share,
                 row.no_op_formula,
                 row.report.agent_tokens,
@@ -45,13 +49,16 @@ def step_listing(data: RunData) -> Table:
         *("reward", "validation", "quality", "speed", "first_try", "validity", "job_success"),
         *("uplift", "post", "best_pre", "better_base"),
     )
+    later = ("scored_quality", "best_of_group", "distinct_in_group", "job_difference")
     estimates = [column for name in names for column in estimate_columns(name)]
     return Table(
         columns=(
             *("step", "version", "skipped", "episodes", "dead_episodes", "groups"),
             *estimates,
-            *("config_use", "attempts", "best_of_group", "distinct_share", "no_op_formula"),
-            *("agent_tokens", "step_s"),
+            "config_use",
+            *(column for name in later for column in estimate_columns(name)),
+            *("paid_validation", "paid_quality", "paid_speed", "paid_no_submission"),
+            *("attempts", "distinct_share", "no_op_formula", "agent_tokens", "step_s"),
         ),
         rows=rows,
     )
@@ -100,3 +107,11 @@ def job_table(data: RunData) -> Table:
         for one in data.jobs
     ]
     return Table(columns=columns, rows=rows)
+
+
+def _parts(row: StepRow) -> tuple[Cell, ...]:
+    """Weighted parts of the mean reward."""
+    parts = row.parts
+    if parts is None:
+        return (None, None, None, None)
+    return (parts.validation, parts.quality, parts.speed, parts.no_submission)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from nestling.agent.reward import RewardKind, RewardWeights
@@ -14,10 +14,12 @@ from nestling.store.money import Spending
 
 __all__ = [
     "EpisodeRow",
+    "GainAccount",
     "Headline",
     "JobRow",
     "MachineCost",
     "ReferenceRow",
+    "RewardParts",
     "RunData",
     "RunInfo",
     "StepRow",
@@ -107,6 +109,37 @@ class EpisodeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardParts:
+    """Weighted parts of a mean reward; they add up to it."""
+
+    validation: float
+    quality: float
+    speed: float
+    no_submission: float
+    """The price of episodes without a readable submission, 0 or below."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GainAccount:
+    """A difference of mean rewards by where it came from; the parts add up to `total`."""
+
+    total: Estimate
+    validation: Estimate
+    """Submissions that are accepted, and sooner."""
+    success: Estimate
+    """More jobs that end with a score, at the quality of both sides' mean."""
+    quality: Estimate
+    """Better trained models among the scored ones."""
+    speed: Estimate
+    no_submission: Estimate
+
+    def parts(self) -> list[tuple[str, Estimate]]:
+        """Names and estimates of all parts, the total last."""
+        names = [field.name for field in fields(self) if field.name != "total"]
+        return [(name, getattr(self, name)) for name in [*names, "total"]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
     """One committed outer step: what the run recorded, and what its episodes add to it."""
 
@@ -132,12 +165,22 @@ class StepRow:
     """Submissions per episode."""
     episode_s: float | None
     """Wall-clock seconds per episode."""
-    best_of_group: float | None
-    """Mean over groups of the best reward in the group."""
+    parts: RewardParts | None
+    """Of the mean reward."""
+    scored_quality: Estimate | None
+    """Quality term of scored jobs alone."""
+    best_of_group: Estimate | None
+    """Over groups: the best reward in the group."""
     group_size: float | None
     """Finished episodes per group."""
     distinct_share: float | None
     """Distinct job settings per accepted job; 1: no two jobs alike."""
+    distinct_in_group: Estimate | None
+    """Over groups with two accepted jobs: distinct jobs, code included, per accepted job."""
+    job_difference: Estimate | None
+    """Over those groups: share of choices that differ between two of their jobs."""
+    base_share_by_family: Mapping[str, Mapping[str, float]]
+    """Share of each base among a family's accepted jobs."""
     num_valid: int
     no_op_formula: float | None
     """Reward of a job valid at once that changes nothing, over this step's families."""
@@ -210,6 +253,8 @@ class Headline:
     best: Estimate | None
     """The best such window of the run; the maximum of noisy means, so it flatters."""
     window_steps: int
+    account: GainAccount | None
+    """Where `final` differs from `untrained`."""
     no_op: float | None
     no_op_source: Literal["measured", "formula"] | None
     measured_untrained: Estimate | None

@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from nestling.agent.reward import RewardKind, RewardWeights, no_op_reward
+from nestling.outer.stats import Estimate
 from nestling.outer.step_report import StepReport
-from nestling.report.estimates import by_group, estimate
+from nestling.report.decomposition import reward_parts
+from nestling.report.diversity import distinct_share, job_difference
+from nestling.report.estimates import by_group, estimate, stratified
 from nestling.report.reference_rows import line
 from nestling.report.run_data import EpisodeRow, ReferenceRow, StepRow
 
@@ -36,6 +39,7 @@ def step_rows(
             _row(
                 report,
                 played,
+                weights=no_op[1],
                 families=families,
                 better_base=better_base,
                 no_op_formula=formula_line(families, best_pre, *no_op),
@@ -66,6 +70,7 @@ def _row(
     report: StepReport,
     played: Sequence[EpisodeRow],
     *,
+    weights: RewardWeights,
     families: Mapping[str, int],
     better_base: Mapping[str, str],
     no_op_formula: float | None,
@@ -100,13 +105,49 @@ def _row(
         better_base=estimate(groups, is_better, "better-base", step),
         attempts=_mean([one.num_attempts for one in played]),
         episode_s=_mean([one.seconds for one in played]),
-        best_of_group=_mean([max(one.reward for one in group) for group in groups]),
+        parts=reward_parts(played, weights),
+        scored_quality=estimate(
+            groups, lambda one: one.quality if one.is_job_done else None, "scored-quality", step
+        ),
+        best_of_group=_over_groups(
+            [max(one.reward for one in group) for group in groups], "best", step
+        ),
         group_size=_mean([len(group) for group in groups]),
         distinct_share=len({one.settings for one in valid}) / len(valid) if valid else None,
+        distinct_in_group=_over_groups(
+            [
+                distinct_share([one.job_hash or "" for one in group if one.is_valid])
+                for group in groups
+            ],
+            "distinct",
+            step,
+        ),
+        job_difference=_over_groups(
+            [job_difference([one.settings for one in group if one.settings]) for group in groups],
+            "difference",
+            step,
+        ),
+        base_share_by_family=_base_shares(valid),
         num_valid=len(valid),
         no_op_formula=no_op_formula,
         references=references,
     )
+
+
+def _over_groups(values: Sequence[float | None], *names: str | int) -> Estimate | None:
+    """Mean over the groups that have a value, each group one independent value."""
+    return stratified([(1.0, [value for value in values if value is not None])], *names)
+
+
+def _base_shares(valid: Sequence[EpisodeRow]) -> dict[str, dict[str, float]]:
+    found: dict[str, Counter[str]] = {}
+    for one in valid:
+        if one.base_model is not None:
+            found.setdefault(one.family, Counter())[one.base_model] += 1
+    return {
+        family: {base: count / bases.total() for base, count in sorted(bases.items())}
+        for family, bases in sorted(found.items())
+    }
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -19,11 +19,14 @@ def draw_all(data: RunData) -> list[Drawing]:
 def _drawn(data: RunData) -> Iterator[Drawing]:
     if data.steps:
         yield training.reward(data)
+        yield training.decomposition(data)
         yield training.terms(data)
         yield training.validity(data)
         yield training.scores(data)
         yield training.uplift(data)
         yield choices.base_models(data)
+        if any(row.base_share_by_family for row in data.steps):
+            yield choices.bases_by_family(data)
         yield choices.config_use(data)
         if any(row.report.summary and row.report.summary.config_key_use for row in data.steps):
             yield choices.config_keys(data)

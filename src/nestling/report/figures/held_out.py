@@ -11,13 +11,10 @@ from nestling.outer.stats import Estimate
 from nestling.outer.sweep_report import ALL_FAMILIES, ArmResult
 from nestling.report.figures.drawing import (
     BLUE,
-    GREEN,
     GREY,
     HEIGHT_IN,
-    ORANGE,
     SERIES,
     Drawing,
-    Series,
     band,
     drawing,
     intervals,
@@ -26,18 +23,13 @@ from nestling.report.figures.drawing import (
     panels,
     steps_axis,
 )
+from nestling.report.figures.measures import OTHER_LOOK, REFERENCE_LOOKS
 from nestling.report.headline import held_out_scope, last_checkpoint
 from nestling.report.reference_rows import is_checkpoint
 from nestling.report.run_data import RunData
 from nestling.report.table import Cell, Table, estimate_cells, estimate_columns
 
 __all__ = ["gains", "rewards"]
-
-_ARMS = {
-    "noop": Series(GREY, "--", ""),
-    "random": Series(ORANGE, ":", ""),
-    "template": Series(GREEN, "-.", ""),
-}
 
 
 def rewards(data: RunData) -> Drawing:
@@ -52,7 +44,7 @@ def rewards(data: RunData) -> Drawing:
         for name, one in arms.items():
             if one.summary is None:
                 continue
-            look = _ARMS.get(name, Series(GREY, ":", ""))
+            look = REFERENCE_LOOKS.get(name, OTHER_LOOK)
             label = f"{name} (n = {one.summary.n})"
             mean = one.summary.reward
             axes.axhline(

@@ -12,7 +12,7 @@ from nestling.report.figures.drawing import (
     panels,
     steps_axis,
 )
-from nestling.report.figures.training import step_numbers
+from nestling.report.figures.measures import step_numbers
 from nestling.report.run_data import RunData, StepRow
 from nestling.report.table import Cell, Table
 

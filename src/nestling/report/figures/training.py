@@ -1,17 +1,17 @@
-"""Reward, its terms, and what the jobs achieved, over outer steps."""
+"""Reward, its parts, and what the jobs achieved, over outer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from matplotlib.axes import Axes
+import math
 
 from nestling.outer.stats import Estimate
+from nestling.report.estimates import by_group, estimate
 from nestling.report.figures.drawing import (
+    BLUE,
     GREEN,
     GREY,
     ORANGE,
+    PURPLE,
     SERIES,
     VERMILION,
     Drawing,
@@ -23,136 +23,191 @@ from nestling.report.figures.drawing import (
     panels,
     steps_axis,
 )
+from nestling.report.figures.measures import (
+    BANDS,
+    LINES,
+    Measure,
+    draw_lines,
+    draw_measure,
+    measure_table,
+    step_numbers,
+)
+from nestling.report.levels import family_level
 from nestling.report.run_data import RunData, StepRow
 from nestling.report.table import Cell, Table, estimate_cells, estimate_columns
 
-__all__ = [
-    "families",
-    "reward",
-    "scores",
-    "step_numbers",
-    "step_table",
-    "terms",
-    "uplift",
-    "validity",
-]
-
-_BANDS = "Bands: 95 % intervals, bootstrap over groups (over episodes in a step with one group)."
-
-_LINES = {
-    "noop": ("no-op job", Series(GREY, "--", "")),
-    "random": ("random job", Series(ORANGE, ":", "")),
-    "template": ("template job", Series(GREEN, "-.", "")),
-}
-_OTHER = Series(GREY, ":", "")
-
-_Get = Callable[[StepRow], Estimate | None]
+__all__ = ["decomposition", "families", "reward", "scores", "terms", "uplift", "validity"]
 
 
-def step_numbers(data: RunData) -> list[int]:
-    """The x axis."""
-    return [row.step for row in data.steps]
+def _reward_of(row: StepRow) -> Estimate | None:
+    return row.report.summary.reward if row.report.summary else None
 
 
-def step_table(data: RunData, columns: dict[str, _Get]) -> Table:
-    """Estimates by step."""
-    names = [name for column in columns for name in estimate_columns(column)]
-    rows: list[tuple[Cell, ...]] = [
-        (row.step, *(cell for get in columns.values() for cell in estimate_cells(get(row))))
-        for row in data.steps
-    ]
-    return Table(columns=("step", *names), rows=rows)
+def _uplift_of(row: StepRow) -> Estimate | None:
+    return row.report.summary.uplift if row.report.summary else None
+
+
+_REWARD = Measure("reward", "reward", _reward_of, lambda one: one.reward)
+_UPLIFT = Measure("uplift", "post − best_pre", _uplift_of, lambda one: one.uplift)
+_POST = Measure("post", "hidden score", lambda row: row.post, lambda one: one.post)
+_TERMS = (
+    Measure("validation", "validation", lambda row: row.validation, lambda one: one.validation),
+    Measure("quality", "quality", lambda row: row.quality, lambda one: one.quality),
+    Measure("speed", "speed", lambda row: row.speed, lambda one: one.speed),
+)
+_VALIDITY = (
+    Measure(
+        "first_try",
+        "valid at first try",
+        lambda row: row.first_try,
+        lambda one: float(one.valid_attempt == 1),
+    ),
+    Measure(
+        "validity",
+        "valid in the end",
+        lambda row: row.validity,
+        lambda one: float(one.is_valid),
+    ),
+    Measure(
+        "job_success",
+        "valid jobs that end scored",
+        lambda row: row.job_success,
+        lambda one: float(one.is_job_done) if one.is_valid else None,
+    ),
+    Measure(
+        "scored_quality",
+        "quality of scored jobs",
+        lambda row: row.scored_quality,
+        lambda one: one.quality if one.is_job_done else None,
+    ),
+)
+_PARTS = (
+    ("validation", BLUE),
+    ("quality", GREEN),
+    ("speed", ORANGE),
+    ("no_submission", PURPLE),
+)
 
 
 def reward(data: RunData) -> Drawing:
     """Mean reward with the reference lines."""
     steps = step_numbers(data)
-    estimates = [_reward(row) for row in data.steps]
+    formula = [row.no_op_formula for row in data.steps]
     with panels() as (canvas, [axes]):
-        band(axes, steps, estimates, "agent", SERIES[0])
-        arms = _reference_lines(axes, data)
+        drawn = draw_measure(axes, data, _REWARD)
+        measured = any("noop" in row.references for row in data.steps)
+        if not measured:
+            curve(axes, steps, formula, "no-op job (formula)", Series(VERMILION, "--", ""))
         axes.set_ylabel("reward")
         steps_axis(axes, steps)
         legend(axes)
-        table = step_table(data, {"reward": _reward})
-        extra = ("no_op_formula", *arms)
+        about = LINES if drawn else "No reference policy was measured on these families yet."
+        if not measured and any(one is not None for one in formula):
+            about += " No-op line: what a job earns by the formula that is valid at once and changes nothing."
+        table = measure_table(data, [_REWARD])
         table = Table(
-            columns=(*table.columns, *extra),
-            rows=[
-                (*cells, row.no_op_formula, *(row.references.get(arm) for arm in arms))
-                for cells, row in zip(table.rows, data.steps, strict=True)
-            ],
+            columns=(*table.columns, "no_op_formula"),
+            rows=[(*cells, value) for cells, value in zip(table.rows, formula, strict=True)],
         )
         return drawing(
             canvas,
             "reward",
             "Reward of the agent",
-            f"Mean reward per outer step, {_n_range(data)}. {_BANDS} {_about_lines(data, arms)}",
+            f"Mean reward per outer step, {_n_range(data)}. {BANDS} {about}",
             table,
+        )
+
+
+def decomposition(data: RunData) -> Drawing:
+    """What the mean reward is paid for."""
+    steps = step_numbers(data)
+    parts = [row.parts for row in data.steps]
+    with panels() as (canvas, [axes]):
+        tops, bottoms = [0.0] * len(steps), [0.0] * len(steps)
+        for name, color in _PARTS:
+            values = [getattr(one, name) if one else 0.0 for one in parts]
+            starts = [
+                top if value >= 0 else bottom
+                for value, top, bottom in zip(values, tops, bottoms, strict=True)
+            ]
+            label = name.replace("_", " ")
+            axes.bar(steps, values, 0.92, bottom=starts, color=color, alpha=0.75, label=label)
+            tops = [top + max(value, 0.0) for value, top in zip(values, tops, strict=True)]
+            bottoms = [low + min(value, 0.0) for value, low in zip(values, bottoms, strict=True)]
+        means = [one.mean if (one := _reward_of(row)) else None for row in data.steps]
+        curve(axes, steps, means, "reward", Series(VERMILION, "-", "o"))
+        axes.set_ylabel("reward, by what it is paid for")
+        steps_axis(axes, steps)
+        legend(axes)
+        rows: list[tuple[Cell, ...]] = [
+            (step, *(getattr(one, name) if one else None for name, _ in _PARTS), mean)
+            for step, one, mean in zip(steps, parts, means, strict=True)
+        ]
+        return drawing(
+            canvas,
+            "decomposition",
+            "What the reward is paid for",
+            f"Weighted parts of the mean reward ({_weights(data)}); bars above and below 0 add up "
+            "to it. No submission: the fixed price of an episode without a readable one.",
+            Table(columns=("step", *(name for name, _ in _PARTS), "reward"), rows=rows),
         )
 
 
 def terms(data: RunData) -> Drawing:
     """The three terms of the reward."""
-    columns: dict[str, _Get] = {
-        "validation": lambda row: row.validation,
-        "quality": lambda row: row.quality,
-        "speed": lambda row: row.speed,
-    }
-    return _lines(
+    return _panels(
         data,
-        columns,
+        _TERMS,
         name="terms",
         title="The three terms of the reward",
-        ylabel="term, before weighting",
-        caption=f"Each term before its weight ({data.weights.validation:g} validation, "
-        f"{data.weights.quality:g} quality, {data.weights.speed:g} speed). {_BANDS}",
+        caption=f"Each term before its weight ({_weights(data)}). {BANDS} {LINES}",
     )
 
 
 def validity(data: RunData) -> Drawing:
-    """Process reliability."""
-    columns: dict[str, _Get] = {
-        "valid at first try": lambda row: row.first_try,
-        "valid in the end": lambda row: row.validity,
-        "job succeeded": lambda row: row.job_success,
-    }
-    return _lines(
+    """Process reliability, and what is left when it is taken out."""
+    return _panels(
         data,
-        columns,
+        _VALIDITY,
         name="validity",
-        title="Valid submissions and job success",
-        ylabel="share",
+        title="Two rungs: valid and successful jobs, then better ones",
         caption="Share of episodes with an accepted first submission and with any accepted one; "
-        f"share of accepted jobs that trained and were scored. {_BANDS}",
-        limits=(-0.03, 1.03),
+        "share of accepted jobs that trained and were scored; quality term of the scored jobs "
+        f"alone. {BANDS} {LINES}",
     )
 
 
 def scores(data: RunData) -> Drawing:
     """Trained score beside the best untrained one."""
-    columns: dict[str, _Get] = {
-        "trained (post)": lambda row: row.post,
-        "best untrained (best_pre)": lambda row: row.best_pre,
-    }
-    return _lines(
-        data,
-        columns,
-        name="scores",
-        title="Hidden score of the trained models",
-        ylabel="hidden score",
-        caption="Mean over scored jobs; both scores are of the same hidden items and sampling "
-        f"seeds, so what counts is the gap (next figure). {_BANDS}",
-    )
+    steps = step_numbers(data)
+    with panels() as (canvas, [axes]):
+        draw_measure(axes, data, _POST, label="post")
+        best = [row.best_pre for row in data.steps]
+        band(axes, steps, best, "best_pre", SERIES[1])
+        axes.set_ylabel(_POST.label)
+        steps_axis(axes, steps)
+        legend(axes)
+        table = measure_table(
+            data,
+            [_POST, Measure("best_pre", "best_pre", lambda row: row.best_pre, lambda _: None)],
+        )
+        return drawing(
+            canvas,
+            "scores",
+            "Hidden score of the trained models",
+            "Trained (post) and best untrained (best_pre), mean over scored jobs; both are of the same hidden items and sampling seeds, "
+            f"so what counts is the gap (next figure). {BANDS} {LINES}",
+            table,
+        )
 
 
 def uplift(data: RunData) -> Drawing:
     """Paired gain of training."""
     steps = step_numbers(data)
     with panels() as (canvas, [axes]):
-        band(axes, steps, [_uplift(row) for row in data.steps], "uplift", SERIES[0])
-        axes.axhline(0.0, color=GREY, linewidth=1.2, linestyle="--", label="no-op (0)")
-        axes.set_ylabel("post − best_pre")
+        draw_measure(axes, data, _UPLIFT)
+        axes.axhline(0.0, color=GREY, linewidth=0.8)
+        axes.set_ylabel(_UPLIFT.label)
         steps_axis(axes, steps)
         legend(axes)
         return drawing(
@@ -160,124 +215,86 @@ def uplift(data: RunData) -> Drawing:
             "uplift",
             "Uplift over the best untrained base",
             "Mean of post − best_pre over scored jobs, paired by hidden item. A job that changes "
-            f"nothing has uplift 0. {_BANDS}",
-            step_table(data, {"uplift": _uplift}),
+            f"nothing has uplift 0. {BANDS} {LINES}",
+            measure_table(data, [_UPLIFT]),
         )
 
 
 def families(data: RunData) -> Drawing:
-    """Reward by family."""
+    """Reward by family, a panel each."""
     steps = step_numbers(data)
-    names = sorted({name for row in data.steps for name in row.report.reward_by_family})
-    with panels() as (canvas, [axes]):
-        for index, name in enumerate(names):
-            means = [row.report.reward_by_family.get(name) for row in data.steps]
-            curve(axes, steps, means, name, SERIES[index % len(SERIES)])
-        axes.set_ylabel("reward")
-        steps_axis(axes, steps)
-        legend(axes)
+    names = sorted({name for row in data.steps for name in row.families})
+    found = {name: _by_step(data, name) for name in names}
+    columns = min(3, max(1, len(names)))
+    num_rows = math.ceil(len(names) / columns) or 1
+    height_in = 0.6 + 1.9 * num_rows
+    with panels(num_rows, columns, height_in=height_in) as (canvas, all_axes):
+        for axes, name in zip(all_axes, names, strict=False):
+            band(axes, steps, found[name], "agent", SERIES[0])
+            flat = {
+                arm: [level] * len(steps)
+                for arm, level in family_level(data, _REWARD.of_episode, "reward", name).items()
+            }
+            draw_lines(axes, steps, flat)
+            axes.set_ylabel(name)
+            steps_axis(axes, steps, "" if len(names) > 1 else "outer step")
+        for axes in all_axes[len(names) :]:
+            axes.set_axis_off()
+        if names:
+            legend(all_axes[0])
         rows: list[tuple[Cell, ...]] = [
-            (
-                row.step,
-                *(
-                    cell
-                    for name in names
-                    for cell in (row.report.reward_by_family.get(name), row.families.get(name, 0))
-                ),
-            )
-            for row in data.steps
+            (step, *(cell for name in names for cell in estimate_cells(found[name][index])))
+            for index, step in enumerate(steps)
         ]
-        columns = [column for name in names for column in (f"{name}_mean", f"{name}_n")]
+        estimates = [column for name in names for column in estimate_columns(name)]
         return drawing(
             canvas,
             "families",
             "Reward by family",
-            "Mean reward of each family's episodes per step; few episodes each, so single points "
-            "are noisy (n in the CSV).",
-            Table(columns=("step", *columns), rows=rows),
+            "Mean reward of each family's episodes by outer step; few episodes each, so single "
+            f"points are noisy (n in the CSV). {BANDS} Lines: reference policies on that family.",
+            Table(columns=("step", *estimates), rows=rows),
         )
 
 
-def _lines(
-    data: RunData,
-    columns: dict[str, _Get],
-    *,
-    name: str,
-    title: str,
-    ylabel: str,
-    caption: str,
-    limits: tuple[float, float] | None = None,
+def _by_step(data: RunData, family: str) -> list[Estimate | None]:
+    played = [one for one in data.train_episodes if one.family == family]
+    return [
+        estimate(
+            by_group([one for one in played if one.step == row.step]),
+            _REWARD.of_episode,
+            "family",
+            family,
+            row.step,
+        )
+        for row in data.steps
+    ]
+
+
+def _panels(
+    data: RunData, measures: tuple[Measure, ...], *, name: str, title: str, caption: str
 ) -> Drawing:
-    steps = step_numbers(data)
-    with panels() as (canvas, [axes]):
-        for (label, get), look in zip(columns.items(), SERIES, strict=False):
-            band(axes, steps, [get(row) for row in data.steps], label, look)
-        axes.set_ylabel(ylabel)
-        if limits is not None:
-            axes.set_ylim(*limits)
-        steps_axis(axes, steps)
-        legend(axes)
-        return drawing(canvas, name, title, caption, step_table(data, columns))
+    """A panel for each measure; three stand in one row, more in rows of two."""
+    columns = 3 if len(measures) == 3 else 2
+    num_rows = math.ceil(len(measures) / columns)
+    height_in = 2.7 if num_rows == 1 else 0.6 + 1.9 * num_rows
+    with panels(num_rows, columns, height_in=height_in) as (canvas, all_axes):
+        for axes, measure in zip(all_axes, measures, strict=True):
+            draw_measure(axes, data, measure)
+            axes.set_ylabel(measure.label)
+            steps_axis(axes, step_numbers(data), "outer step" if num_rows == 1 else "")
+        legend(all_axes[0])
+        return drawing(canvas, name, title, caption, measure_table(data, measures))
 
 
-def _reference_lines(axes: Axes, data: RunData) -> list[str]:
-    """Draw each measured arm, and the no-op by formula where it was not measured."""
-    steps = step_numbers(data)
-    arms = sorted({arm for row in data.steps for arm in row.references})
-    for arm in arms:
-        label, look = _LINES.get(arm, (f"{arm} (measured)", _OTHER))
-        _level(axes, steps, [row.references.get(arm) for row in data.steps], label, look)
-    if "noop" not in arms:
-        label, look = "no-op job (formula)", Series(VERMILION, "--", "")
-        _level(axes, steps, [row.no_op_formula for row in data.steps], label, look)
-    return arms
-
-
-def _level(
-    axes: Axes, steps: Sequence[int], values: Sequence[float | None], label: str, look: Series
-) -> None:
-    """A line that is meant to be flat; it spans the axis when it is."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return
-    style: dict[str, Any] = {
-        "color": look.color,
-        "linestyle": look.dash,
-        "linewidth": 1.4,
-        "label": label,
-    }
-    if max(known) - min(known) < 1e-9:
-        axes.axhline(known[0], **style)
-    else:
-        axes.plot(steps, [float("nan") if v is None else v for v in values], **style)
-
-
-def _about_lines(data: RunData, arms: Sequence[str]) -> str:
-    formula = any(row.no_op_formula is not None for row in data.steps)
-    parts = []
-    if arms:
-        parts.append(
-            f"Lines: reference policies ({', '.join(arms)}) measured on the same families, "
-            f"weighted like each step's episodes."
-        )
-    if "noop" not in arms and formula:
-        parts.append(
-            "No-op line: what a job earns by the formula that is valid at once and changes nothing."
-        )
-    if not parts:
-        parts.append("No reference line: nothing was measured or scored yet.")
-    return " ".join(parts)
+def _weights(data: RunData) -> str:
+    weights = data.weights
+    return (
+        f"{weights.validation:g} validation, {weights.quality:g} quality, {weights.speed:g} speed"
+    )
 
 
 def _n_range(data: RunData) -> str:
     counts = [row.report.episodes for row in data.steps]
     low, high = min(counts), max(counts)
     return f"n = {low} episodes a step" if low == high else f"n = {low} to {high} episodes a step"
-
-
-def _reward(row: StepRow) -> Estimate | None:
-    return row.report.summary.reward if row.report.summary else None
-
-
-def _uplift(row: StepRow) -> Estimate | None:
-    return row.report.summary.uplift if row.report.summary else None
