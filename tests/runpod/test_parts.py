@@ -364,8 +364,8 @@ def test_pinned_requirements_are_installed_before_the_worker_starts() -> None:
     wanted = ["verifiers==0.4.0", "prime-rl @ git+https://github.com/x/prime-rl@" + "a" * 40]
     command = pod_command(config(install=wanted).install)
     assert command[:2] == ["bash", "-c"]
-    assert command[2].endswith("exec python -m nestling.fleet.pods.worker")
-    assert f"'{wanted[1]}'" in command[2]
+    assert command[2].endswith('exec "$python" -m nestling.fleet.pods.worker')
+    assert wanted[1] in command[2]
     assert "pip" not in pod_command(())[2]
 
 

@@ -20,6 +20,8 @@ from nestling.fleet.pods import child as pod_child
 from nestling.fleet.pods.child import PodChild, PodFolder
 from nestling.fleet.providers.runpod_request import pod_command
 
+from .conftest import open_pods, simulated, until
+
 
 def python_in(folder: Path, options: str) -> str:
     """PATH with this Python as `python`, called with `options`."""
@@ -67,10 +69,35 @@ def test_pod_without_the_worker_ends_itself(install: list[str], tmp_path: Path) 
             server.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("fault", "install"),
+    [
+        ("empty_image", []),
+        ("empty_image", ["verifiers==0.4.0"]),
+        ("install_hangs", ["verifiers==0.4.0"]),
+    ],
+    ids=["image", "install ends empty", "install hangs"],
+)
+async def test_simulated_pod_that_cannot_start_ends_itself_without_a_controller(
+    fault: str, install: list[str], tmp_path: Path
+) -> None:
+    async with simulated(tmp_path, pod=[{"pods": [1], "do": fault}]) as simulator:
+        patience = {"boot_s": 0.3, "lost_controller_s": 0.3, "tick_s": 60.0}
+        settings = {"simulator": simulator, "install": install, **patience}
+        async with open_pods(tmp_path, None, closes=False, **settings) as room:
+            await room.provider.keeper.maker.obtain(set())
+            await room.provider.detach()
+        [pod] = simulator.app.account.pods.values()
+        await until(lambda: pod.deleted_at is not None)
+        asked = [path for method, path, _ in simulator.app.seen.requests if method != "GET"]
+        assert asked[-1] == f"/v2/pods/{pod.id}/action"
+        assert pod.num_starts == 1
+
+
 def test_pod_with_the_worker_starts_it(tmp_path: Path) -> None:
     """It has been told nothing and has no account to ask, so it says that and exits."""
     done = subprocess.run(
-        pod_command([], give_up_s=0.0),
+        pod_command([], give_up_s=30.0),
         env={"PATH": python_in(tmp_path, "")},
         capture_output=True,
         text=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ while True:
     request = urllib.request.Request(url, data=b'{{"action": "terminate"}}', headers=headers)
     try:
         urllib.request.urlopen(request, timeout=15).close()
-    except OSError as error:
+    except Exception as error:
         print(error, flush=True)
     time.sleep(20)
 """
@@ -77,19 +78,26 @@ def pod_request(name: str, step: Step, config: RunpodFleet, run: PodRun) -> PodR
             BOOT_VARIABLE: msgspec.json.encode(boot).decode(),
             BOOT_KEY_VARIABLE: f"{{{{ RUNPOD_SECRET_{run.secret_name(config.pool)} }}}}",
         },
-        command=pod_command(config.install, config.lost_controller_s),
+        command=pod_command(config.install, max(config.boot_s, config.lost_controller_s)),
     )
 
 
 def pod_command(install: Sequence[str], give_up_s: float = 900.0) -> list[str]:
     """What the container runs: the pinned requirements first, if any, then the worker, if it can be imported.
 
-    Both are tried again and again; after `give_up_s` without success the pod ends itself, as a container whose
-    command exits is started again and billed on.
+    Both are tried again and again, a try that hangs is cut off; after `give_up_s` without success the pod ends
+    itself, as a container whose command exits is started again and billed on. Needs bash, coreutils and Python.
     """
-    ready = f"python -c 'import {_WORKER}'"
+    ready = f"\"$python\" -c 'import {_WORKER}'"
     if install:
         wanted = " ".join(f"'{requirement}'" for requirement in install)
-        ready = f"python -m pip install --no-input {wanted} && {ready}"
-    wait = f"[ $SECONDS -lt {give_up_s:.0f} ] || python -c {shlex.quote(_END)}; sleep {_AGAIN_S}"
-    return ["bash", "-c", f"until {ready}; do {wait}; done; exec python -m {_WORKER}"]
+        ready = f'"$python" -m pip install --no-input {wanted} && {ready}'
+    limit_s = max(1, math.ceil(give_up_s))
+    return [
+        "bash",
+        "-c",
+        "export python=$(command -v python || command -v python3); "
+        f"until timeout -s KILL {limit_s} bash -c {shlex.quote(ready)}; do "
+        f'[ $SECONDS -lt {give_up_s:.0f} ] || exec "$python" -I -c {shlex.quote(_END)}; '
+        f'sleep {_AGAIN_S}; done; exec "$python" -m {_WORKER}',
+    ]

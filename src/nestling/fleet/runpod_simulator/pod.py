@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -207,8 +208,8 @@ class SimulatedPod:
         (self.folder / "disk").mkdir(parents=True)
         self.log.append((now, "system", f"start container, try {self.num_starts}"))
         with (self.folder / "container.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "nestling.fleet.pods.worker"],
+            self.process = subprocess.Popen(  # noqa: S603 (the run's own command, as in a pod)
+                self._command(),
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -276,6 +277,27 @@ class SimulatedPod:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
+    def _command(self) -> list[str]:
+        """What CreatePod asked for, else what docs/runpod.md makes the image's own command."""
+        entrypoint, arguments = self.body.get("entrypoint"), self.body.get("cmd")
+        if entrypoint or arguments:
+            return [*(entrypoint or ()), *(arguments or ())]
+        return ["python", "-m", "nestling.fleet.pods.worker"]
+
+    def _image(self) -> Path:
+        """The folder of the image's programs: this Python. What is to be installed is taken to be there."""
+        options = " -I -S" if self.fault("empty_image") else ""
+        pip = "exec sleep infinity" if self.fault("install_hangs") else "exit 0"
+        folder = self.folder.resolve() / "image"
+        folder.mkdir(parents=True, exist_ok=True)
+        python = folder / "python"
+        python.write_text(
+            f'#!/bin/sh\n[ "$1 $2" != "-m pip" ] || {pip}\n'
+            f'exec {shlex.quote(sys.executable)}{options} "$@"\n'
+        )
+        python.chmod(0o755)
+        return folder
+
     @property
     def _marker(self) -> str:
         return f"simulated-pod/{os.getpid()}/{self.id}"
@@ -291,7 +313,9 @@ class SimulatedPod:
         }
         if "PYTHONPATH" in os.environ:
             platform["PYTHONPATH"] = os.environ["PYTHONPATH"]
-        return passed_on() | self.environment | platform
+        inherited = passed_on()
+        programs = {"PATH": f"{self._image()}{os.pathsep}{inherited.get('PATH', os.defpath)}"}
+        return inherited | self.environment | platform | programs
 
 
 def _end_with_parent() -> None:

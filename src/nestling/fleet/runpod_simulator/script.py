@@ -78,6 +78,8 @@ class PodFault(Frozen):
         "early_running",
         "no_runtime",
         "error",
+        "empty_image",
+        "install_hangs",
         "freeze",
         "kill",
         "crash_loop",
@@ -89,7 +91,8 @@ class PodFault(Frozen):
         "lock",
     ]
     """slow: boots `seconds` longer; early_running: RUNNING from the start, runtime later; no_runtime:
-    RUNNING for ever without one; error: ends its boot in ERROR; freeze: its worker stands still;
+    RUNNING for ever without one; error: ends its boot in ERROR; empty_image: its Python has the
+    standard library only, whatever is installed; install_hangs: pip never ends; freeze: its worker stands still;
     kill: its worker is killed and the container restarted; crash_loop: each start is killed; exit:
     EXITED; vanish: gone without notice; lags: seen late or too long; lock: cannot be ended."""
     after_s: float = Field(0.0, ge=0)
