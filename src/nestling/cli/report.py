@@ -27,9 +27,22 @@ __all__ = ["command"]
     help="Write no page but the run's numbers to this folder, small enough for a repository; it "
     "may stand for the run wherever this command reads one.",
 )
+@click.option(
+    "--effect",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.05,
+    show_default=True,
+    help="Difference in mean reward for which the report says how many episodes and hidden items "
+    "would find it.",
+)
 @json_option
 def command(
-    runs: tuple[Path, ...], out: Path | None, png: bool, export: Path | None, as_json: bool
+    runs: tuple[Path, ...],
+    out: Path | None,
+    png: bool,
+    export: Path | None,
+    effect: float,
+    as_json: bool,
 ) -> int:
     """Write the static HTML report of a run folder, or the comparison of several.
 
@@ -57,7 +70,7 @@ def command(
         return 0
     from nestling.report.page import write_report
 
-    page = write_report(runs[0], out, png=png)
+    page = write_report(runs[0], out, png=png, effect=effect)
     click.echo(str(page))
     if as_json:
         print_json({"report": str(page), "summary": str(page.parent / "summary.json")})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from nestling.report.power import PowerRow
 from nestling.report.run_data import RunData, StepRow
 from nestling.report.table import Cell, Table, estimate_cells, estimate_columns
 
-__all__ = ["episode_table", "job_table", "step_listing"]
+__all__ = ["episode_table", "job_table", "power_table", "step_listing"]
 
 
 def step_listing(data: RunData) -> Table:
@@ -106,6 +109,26 @@ def job_table(data: RunData) -> Table:
         )
         for one in data.jobs
     ]
+    return Table(columns=columns, rows=rows)
+
+
+def power_table(found: Sequence[PowerRow]) -> Table:
+    """One row for each comparison and number of hidden items."""
+    columns = (
+        *("arm", "against", "families", *estimate_columns("difference"), "p_value", "family_sd"),
+        *("task_sd", "episode_sd", "item_sd", "items", "effect", "detectable", "pairs_needed"),
+        *("with_items", "item_floor", "pairs_needed_with_items"),
+    )
+    rows: list[tuple[Cell, ...]] = []
+    for one in found:
+        cells: tuple[Cell, ...] = (
+            *(one.arm, one.against, " ".join(one.families), *estimate_cells(one.difference)),
+            *(one.difference.p_value, one.family_sd, one.task_sd, one.episode_sd, one.item_sd),
+            *(one.items, one.effect, one.detectable, one.pairs),
+        )
+        rows += [(*cells, need.items, need.floor, need.pairs) for need in one.by_items]
+        if not one.by_items:
+            rows.append((*cells, None, None, None))
     return Table(columns=columns, rows=rows)
 
 

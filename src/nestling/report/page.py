@@ -16,7 +16,8 @@ from nestling.report.figures import Drawing, draw_all
 from nestling.report.figures.inner_curve import inner_curve
 from nestling.report.gather import gather
 from nestling.report.headline import held_out_scope
-from nestling.report.listings import episode_table, job_table, step_listing
+from nestling.report.listings import episode_table, job_table, power_table, step_listing
+from nestling.report.power import EFFECT, PowerRow, power_rows
 from nestling.report.rendering import environment
 from nestling.report.run_data import RunData
 from nestling.report.run_info import flatten
@@ -39,7 +40,9 @@ class _Shown:
     curve: Drawing | None
 
 
-def write_report(run_folder: Path, out: Path | None = None, *, png: bool = False) -> Path:
+def write_report(
+    run_folder: Path, out: Path | None = None, *, png: bool = False, effect: float = EFFECT
+) -> Path:
     """Write the report of a run, finished or not; returns the page.
 
     Args:
@@ -48,6 +51,7 @@ def write_report(run_folder: Path, out: Path | None = None, *, png: bool = False
         out: the page; its folder also gets `figures/`, the CSV files and `summary.json`. None:
             `report/index.html` in the run folder.
         png: write each figure as PNG too.
+        effect: difference in mean reward that the power statement is about.
 
     Raises `StoreError` when there is no run, it is damaged, or the report cannot be written.
     """
@@ -66,7 +70,9 @@ def write_report(run_folder: Path, out: Path | None = None, *, png: bool = False
     _write(folder / "steps.csv", step_listing(data).csv())
     _write(folder / "episodes.csv", episode_table(data).csv())
     _write(folder / "jobs.csv", job_table(data).csv())
-    _write(page, render_page(data, figures, details))
+    power = power_rows(data, effect)
+    _write(folder / "power.csv", power_table(power).csv())
+    _write(page, render_page(data, figures, details, power))
     return page
 
 
@@ -79,7 +85,12 @@ def write_figures(folder: Path, figures: Sequence[Drawing], *, png: bool) -> Non
             write_atomic(folder / "figures" / f"{figure.name}.png", figure.png())
 
 
-def render_page(data: RunData, figures: Sequence[Drawing], details: Sequence[EpisodeDetail]) -> str:
+def render_page(
+    data: RunData,
+    figures: Sequence[Drawing],
+    details: Sequence[EpisodeDetail],
+    power: Sequence[PowerRow],
+) -> str:
     """The page as text."""
     episodes = [
         _Shown(anchor=f"full-{index}", detail=detail, curve=_curve(detail, index))
@@ -99,6 +110,7 @@ def render_page(data: RunData, figures: Sequence[Drawing], details: Sequence[Epi
             limits=limits(data),
             formula=formula_lines(data.weights, data.reward_kind),
             config=list(flatten(data.info.config)),
+            power=power,
             shown=episodes,
             curves={
                 one.anchor: Markup(one.curve.inline)  # noqa: S704 (ours)
