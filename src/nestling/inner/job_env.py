@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from nestling.core.clock import Clock
 from nestling.core.seeds import derive_seed
+from nestling.engine.tokenizer import Tokenizer
 from nestling.families.public_package import public_files
 from nestling.families.registry import get
 from nestling.inner.trainer import TrainRequest
@@ -34,8 +35,8 @@ class JobEnvOpener:
     """Chooses what is compared with the probe's behaviour, out of the job's reach; None compares nothing."""
     clock: Clock
 
-    def __call__(self, request: TrainRequest) -> RolloutEnv:
-        """The loaded environment; the caller closes it.
+    def __call__(self, request: TrainRequest, tokenizer: Tokenizer | None = None) -> RolloutEnv:
+        """The loaded environment; the caller closes it. `tokenizer` as for `SpotChecks`.
 
         Raises:
             JailError: it does not start, or its package does not load.
@@ -51,7 +52,7 @@ class JobEnvOpener:
             env.close()
             raise
         seed = derive_seed(self.spot_seed, request.bundle.job_hash, request.seed)
-        return SpotChecks(env, reference, get(request.family), seed)
+        return SpotChecks(env, reference, get(request.family), seed, tokenizer)
 
     def _open(
         self, request: TrainRequest, limits: JailLimits, check_rows: RowCheck | None

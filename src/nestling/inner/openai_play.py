@@ -15,6 +15,7 @@ from nestling.engine.chat import FinalAnswer, ToolCall, tool_result_ids
 from nestling.engine.sampler import SamplingParams
 from nestling.engine.tokenizer import Tokenizer
 from nestling.inner.openai_request import AskedTurn, SampledTurn, answer_messages
+from nestling.jobs.opening import OPEN_RULES, opening_ids
 from nestling.jobs.rollout_env import (
     CallRequest,
     FinalRequest,
@@ -23,7 +24,6 @@ from nestling.jobs.rollout_env import (
     ScoreRecord,
     StopReason,
 )
-from nestling.jobs.rollouts import OPEN_RULES, opening_ids
 
 __all__ = ["Ask", "play_served"]
 

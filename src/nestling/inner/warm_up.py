@@ -24,9 +24,9 @@ from nestling.families.splits import dev_items
 from nestling.inner.cpu_time import CpuMeter
 from nestling.inner.trainer import TrainRequest
 from nestling.jobs.manifest import Sft
+from nestling.jobs.opening import opening_ids
 from nestling.jobs.outcome import WarmUp
 from nestling.jobs.rollout_env import CallRequest, FinalRequest, RolloutEnv, RolloutStart
-from nestling.jobs.rollouts import opening_ids
 from nestling.jobs.worked_rows import MAX_WORKED_ROWS, turns_of
 
 __all__ = ["DEV_EXAMPLES", "Supervise", "warm_up", "worked_examples"]

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Final
 from nestling.core.clock import Clock, SystemClock
 from nestling.core.errors import JailError, JobRejectedError, Problem
 from nestling.core.seeds import derive_seed, stream
+from nestling.engine.tokenizer import Tokenizer
+from nestling.families import vocabulary
 from nestling.families.family import Family
 from nestling.families.registry import get
 from nestling.jobs.bounds import SMALL, Bounds
@@ -36,6 +38,7 @@ from nestling.jobs.probe_rubric import rubric_problems
 from nestling.jobs.probe_static import static_problems
 from nestling.jobs.rollout_env import RolloutEnv, Row
 from nestling.jobs.scripted_rollouts import Play, play_policies
+from nestling.jobs.token_count import TokenCount
 from nestling.jobs.worked_rows import MAX_WORKED_ROWS, turns_of
 
 if TYPE_CHECKING:
@@ -65,8 +68,6 @@ _MAX_PROBLEMS: Final = 5
 PLAYED_ROWS: Final = 8
 """Spread evenly over the data set; every scripted policy plays each of them twice."""
 _PARAMS: Final = MappingProxyType({"nano": 350_000, "micro": 1_600_000})
-_CHARS_PER_TOKEN: Final = 7.0
-"""Of the shipped models; only for predictions made without a model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,8 @@ class ProbeOptions:
     speed: CoreSpeed = field(default_factory=CoreSpeed)
     params: Mapping[str, int] = field(default_factory=lambda: dict(_PARAMS))
     """Size of each base model, for predictions made without the model itself."""
+    tokenizer: Callable[[str], Tokenizer] | None = None
+    """Of a base model by name, to count tokens without the model itself; None: all have the shipped vocabulary."""
     eval_items: int = 200
     model_rollouts: int = 4
     """Real rollouts when a model is given."""
@@ -282,10 +285,21 @@ class _Probe:
         return [_problem("tools", "max_turns", wrong, "rows that can be solved", fix)]
 
     def _check_rubric(self, env: RolloutEnv) -> list[Problem]:
-        self._plays = play_policies(env, self._lessons)
-        again = play_policies(env, self._lessons, order=stream(self._options.seed, "probe order"))
+        tokens = TokenCount(self._tokenizer(), self._lessons[0].schemas)
+        order = stream(self._options.seed, "probe order")
+        self._plays = play_policies(env, self._lessons, tokens)
+        again = play_policies(env, self._lessons, tokens, order=order)
         has_oracle = all(lesson.answer is not None for lesson in self._lessons)
         return rubric_problems(self._plays, again, has_oracle=has_oracle)
+
+    def _tokenizer(self) -> Tokenizer:
+        """Of the base model that the job chose."""
+        if self._model is not None:
+            return self._model.tokenizer
+        tokenizer_of = self._options.tokenizer
+        if tokenizer_of is None:
+            return vocabulary.tokenizer()
+        return tokenizer_of(self._known_manifest().base_model)
 
     def _check_rollouts(self, env: RolloutEnv) -> list[Problem]:
         """A few rollouts with the base model itself, or a prediction from the oracle's."""
@@ -306,8 +320,8 @@ class _Probe:
     def _scripted_workload(self, manifest: JobManifest) -> Workload:
         plays = [play for play in self._plays.values() if play.policy == ORACLE]
         table = manifest.prime_rl
-        tokens = sum(play.num_chars for play in plays) / len(plays) / _CHARS_PER_TOKEN
-        sampled = sum(play.turn_chars for play in plays) / len(plays) / _CHARS_PER_TOKEN
+        tokens = sum(play.num_tokens for play in plays) / len(plays)
+        sampled = sum(play.turn_tokens for play in plays) / len(plays)
         return Workload(
             tokens_per_rollout=min(tokens, table.seq_len),
             sampled_tokens_per_rollout=min(sampled, table.seq_len),

@@ -11,8 +11,9 @@ from nestling.engine.model import Model
 from nestling.engine.sampler import SamplingParams
 from nestling.jobs.budget import Workload
 from nestling.jobs.manifest import JobManifest
+from nestling.jobs.opening import opening_ids
 from nestling.jobs.rollout_env import RolloutEnv, Row
-from nestling.jobs.rollouts import opening_ids, play_env
+from nestling.jobs.rollouts import play_env
 
 __all__ = ["Measured", "measure"]
 

@@ -14,25 +14,19 @@ from typing import Any, Final
 from nestling.engine.chat import (
     FinalAnswer,
     MalformedCall,
-    Message,
     ToolCall,
     parse_turn,
     tool_result_ids,
 )
-from nestling.engine.chat import prompt_ids as render_prompt
 from nestling.engine.model import Model
 from nestling.engine.sampler import Rollout, SamplingParams, TurnEnd, play
 from nestling.engine.tokenizer import Tokenizer
 from nestling.jobs.env_protocol import ProtocolError, check_json
+from nestling.jobs.opening import opening_ids
 from nestling.jobs.rollout_env import CallRequest, FinalRequest, RolloutEnv, ScoreRecord
 
-__all__ = ["OPEN_RULES", "EnvResponder", "EnvRollout", "opening_ids", "play_env"]
+__all__ = ["EnvResponder", "EnvRollout", "play_env"]
 
-OPEN_RULES: Final = (
-    "Solve the task step by step: call one tool per turn and wait for its result. When you know the "
-    "result, reply with exactly ANSWER: followed by the value and nothing else."
-)
-"""What a model of the hub is told besides its tools; the shipped ones were made knowing it."""
 _SAMPLER_ROWS: Final = 128
 _CACHE_BYTES: Final = 2 * 1024**3
 """Of keys and values on a CPU: with a larger model, fewer rows are decoded at a time."""
@@ -174,20 +168,6 @@ def _problem(arguments: dict[str, Any]) -> str | None:
     except ProtocolError as e:
         return f"the arguments hold {e}"
     return None
-
-
-def opening_ids(
-    tokenizer: Tokenizer,
-    system_prompt: str,
-    prompt: str,
-    schemas: Sequence[dict[str, Any]] | None,
-) -> list[int]:
-    """The ids a rollout starts from; with `schemas`, the system turn lists tools and rules."""
-    parts = [system_prompt, OPEN_RULES if schemas else ""]
-    system = "\n\n".join(part for part in parts if part)
-    messages = [Message(role="system", content=system)] if system else []
-    messages.append(Message(role="user", content=prompt))
-    return render_prompt(tokenizer, messages, schemas)
 
 
 def _max_rows(model: Model, params: SamplingParams) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from nestling.jobs.probe_policies import POLICIES, Lesson
 from nestling.jobs.rollout_env import (
@@ -15,11 +14,9 @@ from nestling.jobs.rollout_env import (
     RolloutStart,
     ScoreRecord,
 )
+from nestling.jobs.token_count import TokenCount
 
 __all__ = ["Play", "ScriptedRollout", "play_policies"]
-
-_CHARS_PER_TOKEN: Final = 7
-"""Of the shipped models; a script has no tokens, and rubrics may count them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,46 +29,46 @@ class Play:
     replies: tuple[str | None, ...]
     """What the tools answered, call by call; None where the task's own stop ended the rollout."""
     num_turns: int
-    num_chars: int
+    num_tokens: int
     """Everything the rollout held: prompts, turns and replies."""
-    turn_chars: int
+    turn_tokens: int
     """What the policy wrote."""
 
 
 class ScriptedRollout:
-    """A rollout in progress: `call` is what it asks for next, None once its last turn is known."""
+    """A rollout in progress: `call` is what it asks for next, None once its last turn is known.
 
-    def __init__(self, policy: str, lesson: Lesson, start: RolloutStart) -> None:
+    Its requests carry the token counts of a model that says the same words, so that no rubric can tell it from one.
+    """
+
+    def __init__(
+        self, policy: str, lesson: Lesson, start: RolloutStart, tokens: TokenCount
+    ) -> None:
         self.policy = policy
         self.row = lesson.row.index
         self.call: CallRequest | None = None
         self._rollout_id = start.rollout_id
         self._script = POLICIES[policy](lesson)
+        self._tokens = tokens
         self._replies: list[str | None] = []
-        self._num_chars = len(start.prompt) + len(start.system_prompt)
-        self._turn_chars = 0
+        self._num_tokens = tokens.opening(start.system_prompt, start.prompt)
+        self._turn_tokens = 0
         self._num_turns = 1
-        self._final = ""
+        self._final: FinalRequest | None = None
         self._advance(None)
 
     def take(self, reply: str | None) -> None:
         """The answer to `call`."""
         self._replies.append(reply)
         if reply is None:
-            self.call, self._final = None, ""
+            self.call = None
             return
-        self._num_chars += len(reply)
+        self._num_tokens += self._tokens.reply(reply)
         self._advance(reply)
 
     def final(self) -> FinalRequest:
-        """The end of the rollout, to be scored."""
-        return FinalRequest(
-            rollout_id=self._rollout_id,
-            text=self._final,
-            stop="done",
-            prompt_tokens=(self._num_chars - len(self._final)) // _CHARS_PER_TOKEN,
-            completion_tokens=len(self._final) // _CHARS_PER_TOKEN,
-        )
+        """The end of the rollout, to be scored; without a last turn when the task's own stop ended it."""
+        return self._final or FinalRequest(rollout_id=self._rollout_id, text="", stop="done")
 
     def scored(self, score: ScoreRecord) -> Play:
         """The finished play."""
@@ -81,8 +78,8 @@ class ScriptedRollout:
             score=score,
             replies=tuple(self._replies),
             num_turns=self._num_turns,
-            num_chars=self._num_chars,
-            turn_chars=self._turn_chars,
+            num_tokens=self._num_tokens,
+            turn_tokens=self._turn_tokens,
         )
 
     def _advance(self, reply: str | None) -> None:
@@ -91,27 +88,37 @@ class ScriptedRollout:
                 next(self._script) if reply is None else self._script.send(reply)
             )
         except StopIteration as stop:
-            self.call, self._final = None, str(stop.value)
-            self._wrote(self._final)
-            return
-        self.call = CallRequest(
-            rollout_id=self._rollout_id,
-            text=text,
-            name=name,
-            arguments=arguments,
-            prompt_tokens=self._num_chars // _CHARS_PER_TOKEN,
-            completion_tokens=len(text) // _CHARS_PER_TOKEN,
-        )
-        self._num_turns += 1
-        self._wrote(text)
-
-    def _wrote(self, text: str) -> None:
-        self._turn_chars += len(text)
-        self._num_chars += len(text)
+            text = str(stop.value)
+            self.call, self._final = (
+                None,
+                FinalRequest(
+                    rollout_id=self._rollout_id,
+                    text=text,
+                    stop="done",
+                    prompt_tokens=self._num_tokens,
+                    completion_tokens=self._tokens.turn(text),
+                ),
+            )
+        else:
+            self._num_turns += 1
+            self.call = CallRequest(
+                rollout_id=self._rollout_id,
+                text=text,
+                name=name,
+                arguments=arguments,
+                prompt_tokens=self._num_tokens,
+                completion_tokens=self._tokens.turn(text),
+            )
+        self._turn_tokens += self._tokens.turn(text)
+        self._num_tokens += self._tokens.turn(text)
 
 
 def play_policies(
-    env: RolloutEnv, lessons: Sequence[Lesson], *, order: random.Random | None = None
+    env: RolloutEnv,
+    lessons: Sequence[Lesson],
+    tokens: TokenCount,
+    *,
+    order: random.Random | None = None,
 ) -> dict[tuple[str, int], Play]:
     """Every policy on every row, all at once in lock-step; `order` shuffles starts and scoring.
 
@@ -123,7 +130,7 @@ def play_policies(
         order.shuffle(jobs)
     starts = env.reset([lesson.row.index for _, lesson in jobs])
     running = [
-        ScriptedRollout(policy, lesson, start)
+        ScriptedRollout(policy, lesson, start, tokens)
         for (policy, lesson), start in zip(jobs, starts, strict=True)
     ]
     _play_calls(env, running)

@@ -20,6 +20,8 @@ from typing import Any, Final, TypeVar
 
 from nestling.core.errors import JobFailedError, Problem
 from nestling.core.seeds import derive_seed, stream
+from nestling.engine.tokenizer import Tokenizer
+from nestling.families import vocabulary
 from nestling.families.family import Family
 from nestling.jobs.probe import MAX_ROWS, played_rows
 from nestling.jobs.probe_policies import POLICIES, Lesson, lesson_of, most_common_answer
@@ -34,6 +36,7 @@ from nestling.jobs.rollout_env import (
     ScoreRecord,
 )
 from nestling.jobs.scripted_rollouts import Play, ScriptedRollout, play_policies
+from nestling.jobs.token_count import TokenCount
 
 __all__ = ["SpotChecks"]
 
@@ -60,18 +63,28 @@ class SpotChecks:
     """The environment of a training run with its reference beside it; satisfies `RolloutEnv`.
 
     Ask for rows first: whenever there are more of them the reference is played. `seed` should be out of the job's
-    reach, as it decides which rows and rollouts are looked at; it changes no result.
+    reach, as it decides which rows and rollouts are looked at; it changes no result. `tokenizer` is that of the model
+    in training; None: of the shipped ones.
 
     Raises:
         JobFailedError: with one of the reason codes above.
         JailError: from either environment.
     """
 
-    def __init__(self, env: RolloutEnv, reference: RolloutEnv, family: Family, seed: int) -> None:
+    def __init__(
+        self,
+        env: RolloutEnv,
+        reference: RolloutEnv,
+        family: Family,
+        seed: int,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self._env = env
         self._reference = reference
         self._family = family
         self._seed = seed
+        self._tokenizer = tokenizer or vocabulary.tokenizer()
+        self._tokens = TokenCount(self._tokenizer, ())
         self._rng = stream(seed, "spot checks")
         self._rows: list[Row] = []
         """Of the reference."""
@@ -110,7 +123,7 @@ class SpotChecks:
         placed = _in_place(order, self._env.reset([wanted[i] for i in order]))
         starts, extra = placed[: len(rows)], placed[len(rows) :]
         self._scripted += [
-            ScriptedRollout(policy, lesson, start)
+            ScriptedRollout(policy, lesson, start, self._tokens)
             for policy, start in zip(POLICIES, extra, strict=True)
         ]
         self._open |= {start.rollout_id for start in starts}
@@ -175,7 +188,8 @@ class SpotChecks:
                 "env.changed_tools", "the tools have other schemas in training", _SAME_TOOLS
             )
         self._lessons = self._lessons_of(chosen, schemas)
-        plays = play_policies(self._reference, self._lessons)
+        self._tokens = TokenCount(self._tokenizer, schemas)
+        plays = play_policies(self._reference, self._lessons, self._tokens)
         self._expected |= plays
         problems = self._problems(self._lessons, plays)
         if problems and not self._was_refused_anyway(schemas):
@@ -188,7 +202,8 @@ class SpotChecks:
     def _was_refused_anyway(self, schemas: list[dict[str, Any]]) -> bool:
         """Whether the probe's own rows show the same: then this job was never probed."""
         lessons = self._lessons_of(played_rows(len(self._rows)), schemas)
-        return bool(self._problems(lessons, play_policies(self._reference, lessons)))
+        plays = play_policies(self._reference, lessons, self._tokens)
+        return bool(self._problems(lessons, plays))
 
     def _lessons_of(self, chosen: Sequence[int], schemas: list[dict[str, Any]]) -> list[Lesson]:
         common = most_common_answer(self._rows)

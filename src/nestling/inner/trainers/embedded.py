@@ -71,7 +71,7 @@ class EmbeddedTrainer:
         model = load_model(request.base_folder, self._device)
         base = model.weights.clone()
         try:
-            with closing(self._open_env(request)) as env:
+            with closing(self._open_env(request, model.tokenizer)) as env:
                 guarded = GuardedEnv(
                     env, deadline, model.tokenizer, request.manifest.prime_rl.seq_len
                 )

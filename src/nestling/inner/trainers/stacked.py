@@ -80,7 +80,7 @@ class StackedTrainer:
         )
         try:
             with (
-                closing(self._open_env(request)) as env,
+                closing(self._open_env(request, tokenizer)) as env,
                 closing(
                     self._stacks.join(request.manifest.base_model, settings, deadline.check)
                 ) as job,
