@@ -15,7 +15,7 @@ from nestling.jobs.outcome import OutcomeStatus
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/troubleshooting.md"
-PACKAGES = ("agent", "dash", "engine", "fleet", "inner", "jobs", "outer")
+PACKAGES = ("agent", "bench", "dash", "engine", "fleet", "inner", "jobs", "outer")
 CODE = re.compile(r"[a-z]+\.[a-z][a-z0-9_]+")
 LITERAL = re.compile(
     r"(env|jail|scorer|train|worker|job)\.(?!json$|jail$|log$|toml$)[a-z_]+|memory\.over_share"

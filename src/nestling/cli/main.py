@@ -33,6 +33,7 @@ _COMMANDS = {
     "track": ("track", "Send a run's metrics to an experiment tracker."),
     "report": ("report", "Write the static HTML report of a run."),
     "bench": ("bench", "Measure jobs and this machine."),
+    "ablate": ("ablate", "What each part of an agent's jobs earns."),
     "best-job": ("best_job", "Is one job best for every family?"),
     "redteam": ("redteam", "Attack the machine room; exits 1 when an attack succeeds."),
     "schema": ("schema", "The keys of a recipe or of job.toml, as a schema or a page."),
