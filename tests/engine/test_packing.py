@@ -26,6 +26,30 @@ def row(prompt: int, own: int, seed: int, *, gap: bool = False, prompt_seed: int
     )
 
 
+def branched(*parts: tuple[int, int]) -> TrainRow:
+    """A prompt and what follows, each (length, seed) of its own; the last part but one is given."""
+    ids: list[int] = []
+    for length, seed in parts:
+        generator = torch.Generator().manual_seed(100 + seed)
+        ids += torch.randint(5, 18, (length,), generator=generator).tolist()
+    prompt, given = parts[0][0], len(ids) - parts[-1][0]
+    count = len(ids)
+    return TrainRow(
+        ids=ids,
+        sampled=[prompt <= i < given - 2 or i >= given for i in range(count)],
+        logprobs=[-0.5 - 0.01 * parts[-1][1]] * count,
+        advantage=parts[-1][1] % 5 - 2.0,
+    )
+
+
+TREE = [
+    *(branched((12, 1), (6, turn), (4, end)) for turn in (2, 3) for end in (4, 5, 6)),
+    *(branched((12, 1), (6, 2), (4, 4)) for _ in range(2)),  # said by several rows
+    branched((12, 1), (6, 2), (1, 4)),  # ends where others go on
+    branched((12, 1), (6, 2), (7, 8)),
+]
+
+
 ROWS = [
     *(row(12, 9, seed) for seed in range(3)),  # one length
     *(row(12, own, 10 + own, gap=True) for own in (1, 7, 7, 14)),  # of the same prompt
@@ -33,6 +57,7 @@ ROWS = [
     row(12, 6, 40, prompt_seed=2),  # alone
     *(row(3, 6, 50 + seed, prompt_seed=3) for seed in range(2)),  # too short a beginning
     row(1, 1, 60),
+    *TREE,
 ]
 
 
@@ -112,6 +137,21 @@ def test_every_prediction_is_in_some_batch_once(budget: int) -> None:
         shared = sum(one.prefix for one in batch.groups)
         one_row = len(batch.groups) == 1 and sum(count for count, _ in batch.groups[0].runs) <= 1
         assert len(batch.ids) <= budget or one_row or shared == len(batch.ids)
+
+
+def test_what_a_group_says_alike_is_computed_once() -> None:
+    (batch,) = packed_batches(TREE, 1000)
+    beginnings = {tuple(one.ids[: i + 1]) for one in TREE for i in range(len(one.ids) - 1)}
+    assert len(batch.ids) == len(beginnings)
+    assert batch.groups[0].mask is not None
+    assert len(batch.predicting) < batch.pick.shape[1] == sum(sum(one.sampled) for one in TREE)
+    assert len(batch.predicting.unique()) == len(batch.predicting)
+
+
+def test_a_tree_that_saves_little_is_none() -> None:
+    group = [row(60, 60, seed) for seed in range(4)]
+    (batch,) = packed_batches(group, 1000)
+    assert batch.groups[0].mask is None
 
 
 def test_no_rows() -> None:

@@ -79,6 +79,9 @@ def target_logprobs(
     scores = scores if scores.dtype == torch.float64 else scores.float()
     if temperature_J is not None:
         scores = scores / temperature_J[:, None, None]
+    if isinstance(batch, PackedBatch):
+        place = batch.pick * scores.shape[-1] + batch.target
+        return torch.log_softmax(scores, -1).view(-1).index_select(0, place[0])[None]
     picked = F.cross_entropy(scores.flatten(0, 1), batch.target.flatten(), reduction="none")
     return -picked.view(J, K)
 
@@ -86,11 +89,17 @@ def target_logprobs(
 def _picked(
     params: Params, model: Model, batch: MicroBatch | PackedBatch, dropout: Dropout | None
 ) -> Tensor:
-    """Normed hidden states [J, K, D] of the tokens that predict."""
+    """Normed hidden states [J, K, D] of the tokens that predict, [1, U, D] of a packed batch."""
     config = model.config
     if isinstance(batch, PackedBatch):
         return forward_packed(
-            params, config, batch.ids, batch.positions, batch.groups, batch.pick[0], dropout=dropout
+            params,
+            config,
+            batch.ids,
+            batch.positions,
+            batch.groups,
+            batch.predicting,
+            dropout=dropout,
         )
     hidden = forward(params, config, batch.ids, dropout=dropout)
     flat = hidden.view(len(batch.pick), -1, hidden.shape[-1])

@@ -32,6 +32,8 @@ class PackedGroup:
     """Tokens of the beginning; 0: the rows share none."""
     runs: tuple[tuple[int, int], ...]
     """(rows, tokens of each) of neighbouring rows of one length."""
+    mask: Tensor | None = None
+    """[1, 1, n, n], added to the scores of the own tokens in place of causality: a tree of rows is one run."""
 
     @property
     def own(self) -> slice:
@@ -69,7 +71,7 @@ class _PackedAttention(torch.autograd.Function):
         for group in groups:
             for part, rows in _causal_parts(group):
                 pieces = [_rows(one, part, rows) for one in (q, k, v)]
-                y, log_sum = _forward(*pieces, is_causal=True, scale=scale)
+                y, log_sum = _forward(*pieces, **_causality(group, q), scale=scale)
                 out[0, part].view(rows, -1, H, d).copy_(y.transpose(1, 2))
                 sums[0, part].view(rows, -1, H).copy_(log_sum.transpose(1, 2))
             if group.prefix and group.runs:
@@ -89,7 +91,10 @@ class _PackedAttention(torch.autograd.Function):
         for group in ctx.groups:
             for part, rows in _causal_parts(group):
                 pieces = [_rows(one, part, rows) for one in (grad, q, k, v, out, sums)]
-                found = _backward(*pieces[:5], pieces[5][..., 0], 0.0, True, scale=ctx.scale)
+                seen = _causality(group, q)
+                found = _backward(
+                    *pieces[:5], pieces[5][..., 0], dropout_p=0.0, **seen, scale=ctx.scale
+                )
                 for whole, piece in zip(grads, found, strict=True):
                     _rows(whole, part, rows).copy_(piece)
             if group.prefix and group.runs:
@@ -118,6 +123,12 @@ def _causal_parts(group: PackedGroup) -> list[tuple[slice, int]]:
         parts.append((slice(first, first + count * length), count))
         first += count * length
     return parts
+
+
+def _causality(group: PackedGroup, q: Tensor) -> dict[str, Any]:
+    """What the fused calls are told about who sees whom."""
+    mask = None if group.mask is None else group.mask.to(q.dtype)
+    return {"is_causal": mask is None, "attn_mask": mask}
 
 
 def _rows(x: Tensor, part: slice, rows: int) -> Tensor:
