@@ -16,7 +16,7 @@ from nestling.core.errors import StoreError
 from nestling.core.rundir import ArtifactStore, RunDir, write_atomic
 from nestling.store import GroupCommit, RunStore
 from nestling.store.connection import Connection
-from nestling.store.schema import VERSION
+from nestling.store.schema import RUN
 
 
 def test_reader_sees_what_is_committed_and_cannot_write(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_foreign_and_newer_and_damaged_files_are_refused(tmp_path: Path) -> None
     newer = tmp_path / "newer.db"
     RunStore(newer).close()
     with sqlite3.connect(newer) as other:
-        other.execute(f"PRAGMA user_version = {VERSION + 1}")
+        other.execute(f"PRAGMA user_version = {RUN.version + 1}")
     other.close()
     with pytest.raises(StoreError, match="install the newer"):
         RunStore(newer)

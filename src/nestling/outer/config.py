@@ -78,11 +78,6 @@ class OuterConfig(Frozen):
             )
         return self
 
-    @property
-    def num_groups(self) -> int:
-        """Groups of the whole run."""
-        return self.steps * self.groups_per_step
-
     def learning_rate_at(self, update: int) -> float:
         """Learning rate of the update with this index, counted from 0."""
         return self.learning_rate * min(1.0, (update + 1) / (self.warmup_updates + 1))

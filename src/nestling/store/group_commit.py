@@ -56,7 +56,10 @@ class GroupCommit:
         return future
 
     async def run(self, change: Callable[[], T]) -> T:
-        """The change's value once it is on disk; a cancelled caller does not undo the change."""
+        """The change's value once it is on disk.
+
+        A caller that is cancelled takes back a change that still waits; one that was begun is made.
+        """
         return await asyncio.wrap_future(self.submit(change))
 
     def close(self) -> None:

@@ -68,11 +68,6 @@ class LearnerVersions:
             )
             self._events.append("learner.published", str(version), {"step": step})
 
-    def latest(self) -> LearnerVersion | None:
-        """The newest version; None before the first."""
-        row = self._connection.one("SELECT * FROM learner_versions ORDER BY version DESC LIMIT 1")
-        return None if row is None else _version(row)
-
     def get(self, version: int) -> LearnerVersion | None:
         """One version."""
         row = self._connection.one("SELECT * FROM learner_versions WHERE version = ?", (version,))

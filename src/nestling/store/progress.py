@@ -37,7 +37,7 @@ class GroupRecord:
 
     id: str
     purpose: str
-    """train, heldout, or the name of an evaluation arm."""
+    """train or measure."""
     step: int
     """Outer step it was started in."""
     family: str

@@ -18,7 +18,6 @@ from nestling.store.learner import LearnerVersions
 from nestling.store.money import MoneyTable
 from nestling.store.processes import Processes
 from nestling.store.progress import Progress
-from nestling.store.scores import Scores
 
 __all__ = ["RunStore"]
 
@@ -40,7 +39,6 @@ class RunStore:
         self.metrics = Metrics(connection, clock)
         self.progress = Progress(connection, self.events, clock)
         self.episodes = Episodes(connection, self.events, clock)
-        self.scores = Scores(connection, self.events, clock)
         self.jobs = JobTable(connection, self.events, clock)
         self.learner = LearnerVersions(connection, self.events, clock)
         self.money = MoneyTable(connection, self.events, clock)

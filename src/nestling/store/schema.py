@@ -1,7 +1,8 @@
 """The tables of a run, and how an older file becomes a newer one.
 
 `PRAGMA user_version` holds the schema version. Entry v of a schema's migrations takes a file from
-version v to v + 1; a released entry is never edited, a change is a new entry. Money is in whole micro-dollars, so sums
+version v to v + 1; a released entry is never edited, a change is a new entry. (`scores` is of the first
+version and not used any more; outcomes hold what was scored.) Money is in whole micro-dollars, so sums
 are exact. Moments (`*_at`) are seconds since the epoch; leases also carry the monotonic clock, so
 that a jump of the wall clock expires nothing.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass
 
-__all__ = ["RUN", "VERSION", "Schema"]
+__all__ = ["RUN", "Schema"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +263,6 @@ RUN = Schema(
     application_id=0x4E53544C,  # NSTL
     migrations=(_V1, _V2),
 )
-VERSION = RUN.version
 
 
 def _statements(script: str) -> list[str]:
