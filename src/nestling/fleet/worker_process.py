@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["OURS", "last_words", "passed_on", "worker_command"]
+from nestling.fleet import process_tree
+
+__all__ = ["OURS", "last_words", "passed_on", "worker_command", "worker_environment"]
 
 OURS: Final = "NESTLING_"
 """What the names of our own variables begin with."""
@@ -27,6 +29,17 @@ def passed_on(*more_prefixes: str) -> dict[str, str]:
         for key, value in os.environ.items()
         if key in _PASSED_ON or key.startswith(prefixes)
     }
+
+
+def worker_environment(marker: str, *more: Mapping[str, str], ours: bool = True) -> dict[str, str]:
+    """What is passed on, `more` over it (a later one wins), and what the process tree is known by.
+
+    Without `ours`, none of our own variables is passed on.
+    """
+    environment = passed_on(*([OURS] if ours else []))
+    for one in more:
+        environment |= one
+    return environment | {process_tree.MARKER: marker, "PYTHONUNBUFFERED": "1"}
 
 
 def worker_command(

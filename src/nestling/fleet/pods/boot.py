@@ -8,7 +8,10 @@ import msgspec
 
 from nestling.core.errors import ConfigError
 
-__all__ = ["BOOT_KEY_VARIABLE", "BOOT_VARIABLE", "Boot", "read_boot"]
+__all__ = ["API_URL", "BOOT_KEY_VARIABLE", "BOOT_VARIABLE", "Boot", "read_boot"]
+
+API_URL = "https://api.runpod.io/v2"
+"""Of real accounts."""
 
 BOOT_VARIABLE = "NESTLING_POD"
 """JSON of a `Boot`."""

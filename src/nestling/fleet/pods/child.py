@@ -15,7 +15,7 @@ from nestling.fleet import process_tree
 from nestling.fleet.messages import HEADER_BYTES, frame_length
 from nestling.fleet.pods.wire import WorkSpec
 from nestling.fleet.slots import thread_settings
-from nestling.fleet.worker_process import last_words, passed_on, worker_command
+from nestling.fleet.worker_process import last_words, worker_command, worker_environment
 
 __all__ = ["PodChild", "PodFolder"]
 
@@ -83,10 +83,10 @@ class PodChild:
         """Start it; its settings get the folders of this pod."""
         marker = f"pod/{name}/{os.getpid()}/{generation}"
         settings = spec.settings | {"run": str(folder.run), "state": str(folder.state)}
-        environment = passed_on() | thread_settings(1) | folder.environment()
-        environment |= {process_tree.MARKER: marker, "PYTHONUNBUFFERED": "1"}
-        if "PYTHONPATH" in os.environ:
-            environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        paths = {key: os.environ[key] for key in ("PYTHONPATH",) if key in os.environ}
+        environment = worker_environment(
+            marker, thread_settings(1), folder.environment(), paths, ours=False
+        )
         with folder.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *worker_command(spec.handlers, settings, spec.beat_s),

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from nestling.core.frozen import Frozen
 from nestling.fleet.budget import load_prices
+from nestling.fleet.pods.boot import API_URL
 
 __all__ = ["Rung", "RunpodFleet"]
 
@@ -67,7 +68,7 @@ class RunpodFleet(Frozen):
     """`host:port` that the controller listens on."""
     pool: str = Field("nestling", pattern=r"^[a-z][a-z0-9]{1,19}$")
     """First part of every pod's name: what `fleet down --all` ends."""
-    api_url: str = "https://api.runpod.io/v2"
+    api_url: str = API_URL
     """Where the account is asked; a loopback address for the simulated one."""
     max_usd_per_hour: float = Field(8.0, gt=0)
     """Of all pods together."""

@@ -31,7 +31,7 @@ import httpx
 
 from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError
-from nestling.fleet.pods.boot import BOOT_KEY_VARIABLE, Boot, read_boot
+from nestling.fleet.pods.boot import API_URL, BOOT_KEY_VARIABLE, Boot, read_boot
 from nestling.fleet.pods.child import PodFolder
 from nestling.fleet.pods.client import PodClient
 from nestling.fleet.pods.identity import PodIdentity
@@ -39,7 +39,6 @@ from nestling.fleet.pods.supervisor import Supervisor
 
 __all__ = ["main"]
 
-_API_URL = "https://api.runpod.io/v2"
 _TERMINATE_AGAIN_S = 20.0
 
 _log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ async def terminate_this_pod(api_url: str, pod_id: str, key: str) -> None:
 
 async def _live(environment: Mapping[str, str]) -> None:
     """A pod's whole life; whatever ends it, the pod is terminated, as it would be billed on."""
-    api_url = _API_URL
+    api_url = API_URL
     try:
         boot = read_boot(environment)
         api_url = boot.api_url

@@ -35,7 +35,7 @@ from nestling.fleet.messages import (
 )
 from nestling.fleet.provider import WorkerEndedError
 from nestling.fleet.slots import Slot
-from nestling.fleet.worker_process import OURS, last_words, passed_on, worker_command
+from nestling.fleet.worker_process import last_words, worker_command, worker_environment
 from nestling.store import GroupCommit
 from nestling.store.processes import ProcessRecord
 
@@ -240,9 +240,8 @@ class LocalProvider:
         return LocalNode(name, process, log)
 
     def _environment(self, name: str) -> dict[str, str]:
-        marker = {process_tree.MARKER: self.marker(name), "PYTHONUNBUFFERED": "1"}
-        own = self._slot(name).environment() | dict(self._workers.environment)
-        return passed_on(OURS) | own | marker
+        slot = self._slot(name).environment()
+        return worker_environment(self.marker(name), slot, self._workers.environment)
 
     def _slot(self, name: str) -> Slot:
         """By the number at the end of a worker's name."""

@@ -33,7 +33,7 @@ from nestling.core.errors import FleetError
 from nestling.core.rundir import ArtifactStore, write_atomic
 from nestling.fleet import process_tree
 from nestling.fleet.slots import thread_settings
-from nestling.fleet.worker_process import OURS, last_words, passed_on, worker_command
+from nestling.fleet.worker_process import last_words, worker_command, worker_environment
 
 __all__ = ["PIECE_BYTES", "NodeFolder", "Slot", "SlotSpec", "node_root"]
 
@@ -105,8 +105,7 @@ class Slot:
         self._marker = _marker(spec.run_id, name)
         settings = spec.settings | {"run": str(run), "state": str(state)}
         command = worker_command(spec.handlers, settings, spec.beat_s)
-        marker = {process_tree.MARKER: self._marker, "PYTHONUNBUFFERED": "1"}
-        environment = passed_on(OURS) | thread_settings(1) | spec.environment | marker
+        environment = worker_environment(self._marker, thread_settings(1), spec.environment)
         return self._spawn(command, environment).pid
 
     def send(self, data: bytes) -> None:
