@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from nestling.core.errors import FleetError
+from nestling.fleet import process_tree
 from nestling.fleet.budget import Budget, Caps, Price
 from nestling.fleet.pool import PoolLimits
 from nestling.fleet.process_tree import start_ticks
-from nestling.fleet.providers.local import LocalProvider
-from nestling.store import RunStore
+from nestling.fleet.providers.local import LocalProvider, LocalWorkers
+from nestling.store import GroupCommit, RunStore
 from nestling.store.jobs import NewJob
 
 
@@ -101,6 +102,29 @@ async def test_errors_of_handlers_are_told_apart(fleet) -> None:
         assert "a bug" in str(crashed.detail)
         unknown = await room.do("juggle")
         assert unknown.reason == "worker.unknown_kind"
+
+
+async def test_process_that_cannot_be_ended_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that the kernel holds; it stays on record for the next controller."""
+    with RunStore(tmp_path / "run.db") as store, GroupCommit(store) as writer:
+        provider = LocalProvider(
+            LocalWorkers(
+                handlers="fleet_handlers:make_handlers",
+                logs=tmp_path / "logs",
+                environment={"PYTHONPATH": str(Path(__file__).parent)},
+            ),
+            writer,
+        )
+        node = await provider.launch("cpu-0")
+        with monkeypatch.context() as patch:
+            patch.setattr(process_tree, "end_tree", lambda pid, marker: [pid])
+            with pytest.raises(FleetError, match=rf"processes \[{node.process.pid}\] cannot be"):
+                await provider.terminate("cpu-0")
+        assert await provider.sweep() == ["cpu-0"]
+        await node.close()
+        assert await provider.list() == []
 
 
 async def test_nothing_a_worker_started_outlives_it(fleet, until, tmp_path: Path) -> None:

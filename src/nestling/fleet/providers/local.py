@@ -269,13 +269,13 @@ class LocalProvider:
         record = next((one for one in records if one.name == name), None)
         pid = node.process.pid if node is not None else _live_pid(record)
         left = await asyncio.to_thread(process_tree.end_tree, pid, self.marker(name))
-        if node is not None:
-            await node.close()
         if left:
             raise FleetError(
                 f"worker {name}: processes {left} cannot be ended; they are stuck in the kernel; "
                 f"restart the machine if they stay"
             )
+        if node is not None:
+            await node.close()
         if record is not None:
             await self._writer.run(lambda: store.processes.remove(name, "ended"))
 
