@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from nestling.fleet.messages import (
     encode,
     frame_length,
 )
+from nestling.fleet.providers.ray_cluster import _Gateway
+from nestling.fleet.providers.ray_gateway import Keep
 from nestling.fleet.providers.ray_slot import NodeFolder, Slot, SlotSpec, node_root
 
 HERE = Path(__file__).parent
@@ -37,6 +41,23 @@ def spec(tmp_path: Path, monkeypatch) -> SlotSpec:
         beat_s=5.0,
         environment={"PYTHONPATH": str(HERE)},
     )
+
+
+async def test_gateway_that_stands_still_is_ended_with_whoever_writes_to_it(tmp_path: Path) -> None:
+    gateway = _Gateway(tmp_path, f"test/{os.getpid()}/ray-gateway")
+    os.kill(gateway._process.pid, signal.SIGSTOP)
+    large = Keep(life=1, digest="d", data=b"x" * 2**22)  # more than a pipe holds
+    saying = asyncio.ensure_future(gateway.say(large))
+    while not gateway._writing.locked():  # noqa: ASYNC110 (another thread takes it)
+        await asyncio.sleep(0.01)
+    try:
+        async with asyncio.timeout(20):
+            await asyncio.to_thread(gateway.close)
+    finally:
+        gateway._process.kill()
+    assert gateway._process.returncode == -signal.SIGKILL
+    with pytest.raises(FleetError, match="connection to Ray is lost"):
+        await saying
 
 
 @pytest.fixture

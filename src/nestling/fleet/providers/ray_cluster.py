@@ -70,6 +70,7 @@ _CONNECT_S: Final = 90.0
 _END_S: Final = 14.0
 _CLOSE_S: Final = 22.0
 """A little more than the gateway takes for its own end."""
+_HANG_UP_S: Final = 2.0
 _RETRY_S: Final = 2.0
 
 _log = logging.getLogger(__name__)
@@ -417,14 +418,24 @@ class _Gateway:
     def close(self, *, at_once: bool = False) -> None:
         """End the process, by its own doing if it can, and whatever it started; blocks."""
         self.is_alive = False
-        with suppress(OSError), self._writing:
-            cast("BinaryIO", self._process.stdin).close()
-        if not at_once:
+        if self._hang_up(_HANG_UP_S) and not at_once:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_CLOSE_S)
         process_tree.end_tree(self._process.pid, self._marker)
         self._process.wait()
+        self._hang_up()
         self._reader.join()
+
+    def _hang_up(self, limit_s: float = -1) -> bool:
+        """Close its input; False while somebody still writes, whom a gateway that reads nothing holds up."""
+        if not self._writing.acquire(timeout=limit_s):
+            return False
+        try:
+            with suppress(OSError):
+                cast("BinaryIO", self._process.stdin).close()
+        finally:
+            self._writing.release()
+        return True
 
     def _write(self, data: bytes) -> None:
         stdin = self._process.stdin
