@@ -1,3 +1,4 @@
+import asyncio
 import json
 import logging
 import random
@@ -120,8 +121,12 @@ async def test_measuring_plays_only_what_is_new(make_result, store, writer):
         def __init__(self, version):
             self.version = version
 
+    opened = []
+
     async def open_untrained():
-        return Weights(0)
+        opened.append(Weights(0))
+        await asyncio.sleep(0)
+        return opened[-1]
 
     seen = []
     measure = HeldOutMeasure(
@@ -135,6 +140,7 @@ async def test_measuring_plays_only_what_is_new(make_result, store, writer):
     )
     await measure(0, Weights(0))
     assert {name for name, _ in played} == {UNTRAINED}
+    assert len(opened) == 1, "all its episodes began at once"
     played.clear()
     store.progress.start_step(1)
     store.progress.finish_step(1, learner_version=1, summary={})

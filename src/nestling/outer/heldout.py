@@ -147,10 +147,12 @@ class HeldOutMeasure:
 
     def _untrained(self) -> Arm:
         opened: list[Handle] = []
+        opening = asyncio.Lock()  # one copy, however many episodes begin at once
 
         async def play(plan: EpisodePlan) -> EpisodeResult:
-            if not opened:
-                opened.append(await self._open_untrained())
+            async with opening:
+                if not opened:
+                    opened.append(await self._open_untrained())
             return await self._player.play(plan, opened[0])
 
         return Arm(name=UNTRAINED, play=play)
