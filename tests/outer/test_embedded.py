@@ -282,3 +282,12 @@ async def test_closed_learner_says_so(embedded):
         await learner.publish()
     with pytest.raises(LearnerError, match="closed"):
         await session(learner, handle, "s")
+
+
+async def test_closed_learner_says_so_to_everyone_who_waits(embedded):
+    learner = embedded(num_sessions=1)
+    handle = await learner.publish()
+    learner.close()
+    asked = [asyncio.ensure_future(session(learner, handle, name)) for name in "abc"]
+    await asyncio.wait(asked, timeout=20)
+    assert [type(one.exception()) for one in asked] == [LearnerError] * 3

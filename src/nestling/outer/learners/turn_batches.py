@@ -223,6 +223,7 @@ class TurnBatcher:
             for one in batch:
                 one.answer.set_exception(LearnerError(f"the learner is closed: {error}"))
             self._is_busy = False
+            self._schedule(loop)
             return
 
         def tell(done: Future[list[Sampled]]) -> None:
