@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,17 +14,12 @@ from types import TracebackType
 from typing import IO, Final
 
 from nestling.core.errors import ConfigError
+from nestling.inner.own_environment import own_environment
 from nestling.inner.stack_config import StackConfig
 
 __all__ = ["StackHost"]
 
 _log = logging.getLogger(__name__)
-_PASSED_ON: Final = (
-    "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES",
-    "CUDA_HOME", "PYTORCH_CUDA_ALLOC_CONF", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES",
-)  # fmt: skip
-"""All of the environment that a stack sees; no key can be in it."""
-_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _MAX_RESTARTS: Final = 5
 
 
@@ -109,14 +103,13 @@ class StackHost:
     def _start(self, device: str) -> subprocess.Popen[bytes]:
         path = Path(self._sockets[device])
         path.unlink(missing_ok=True)
-        environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         with self._log(device) as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "nestling.inner.stack_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=environment | _ONE_THREAD,
+                env=own_environment(),
                 start_new_session=True,
             )
         assert process.stdin is not None

@@ -20,6 +20,7 @@ from nestling.core.clock import Clock, SystemClock
 from nestling.core.errors import ConfigError, JobFailedError, NestlingError
 from nestling.families.splits import HiddenSplit
 from nestling.inner.openai_config import OpenAiConfig
+from nestling.inner.own_environment import own_environment
 from nestling.inner.score_wire import (
     MAX_LINE_BYTES,
     REPLY,
@@ -36,14 +37,8 @@ __all__ = ["EmbeddedScorer"]
 _log = logging.getLogger(__name__)
 _Reply = TypeVar("_Reply")
 
-_PASSED_ON: Final = (
-    "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "PYTHONPATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-)  # fmt: skip
-"""All of the environment that the scorer sees; no key can be in it."""
-_OF_SERVERS: Final = ("CUDA_HOME", "HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT")
+_OF_SERVERS: Final = ("HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT")
 """What a server that the scorer starts may need besides; no key either."""
-_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 class EmbeddedScorer:
@@ -70,9 +65,7 @@ class EmbeddedScorer:
             openai=openai,
             wall_s=start_wall_s,
         )
-        self._passed_on = (
-            _PASSED_ON if openai is None else (*_PASSED_ON, *_OF_SERVERS, openai.key_env)
-        )
+        self._passed_on = () if openai is None else (*_OF_SERVERS, openai.key_env)
         self._start_wall_s = start_wall_s
         self._score_wall_s = score_wall_s
         self._clock = clock or SystemClock()
@@ -199,7 +192,6 @@ class _Process:
     """One child process with its pipes."""
 
     def __init__(self, start_message: Start, passed_on: Sequence[str]) -> None:
-        environment = {name: os.environ[name] for name in passed_on if name in os.environ}
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in stop)
         # -P: the folder we happen to run in must not be able to replace a module.
         self.popen = subprocess.Popen(
@@ -207,7 +199,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=environment | _ONE_THREAD,
+            env=own_environment(*passed_on),
             bufsize=0,
         )
         self._buffer = bytearray()
