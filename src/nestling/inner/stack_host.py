@@ -9,18 +9,26 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Final
 
+from nestling.core.clock import Clock, SystemClock
 from nestling.core.errors import ConfigError
 from nestling.inner.own_environment import own_environment
 from nestling.inner.stack_config import StackConfig
+from nestling.jobs.jail import wait_readable
 
 __all__ = ["StackHost"]
 
 _log = logging.getLogger(__name__)
-_MAX_RESTARTS: Final = 5
+_MAX_SHORT_LIVES: Final = 5
+"""In a row; then the cause is not going away."""
+_LONG_LIFE_S: Final = 300.0
+"""A process that served for so long did not die of what ends it at its start."""
+_RETRY_S: Final = 1.0
+"""Before a process is started again that could not even be started."""
 
 
 class StackHost:
@@ -36,16 +44,20 @@ class StackHost:
         devices: tuple[str, ...],
         config: StackConfig,
         logs: Path,
+        start_wall_s: float = 300.0,
+        clock: Clock | None = None,
     ) -> None:
-        """`devices` are single ones: `cpu`, `cuda:0`, ..."""
+        """`devices` are single ones: `cpu`, `cuda:0`, ...; each has to serve `start_wall_s` after its start."""
         self._folder = tempfile.TemporaryDirectory(prefix="nestling-stack-")
         self._bases = {name: str(folder.absolute()) for name, folder in bases.items()}
         self._config, self._logs = config, logs
+        self._start_wall_s, self._clock = start_wall_s, clock or SystemClock()
         self._sockets = {
             device: str(Path(self._folder.name) / f"{device.replace(':', '-')}.sock")
             for device in devices
         }
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._started_s: dict[str, float] = {}
         self._is_closing = threading.Event()
         self._watchers: list[threading.Thread] = []
 
@@ -58,7 +70,7 @@ class StackHost:
         """Start every process and wait until it serves.
 
         Raises:
-            ConfigError: one does not start; its last words say why.
+            ConfigError: one does not start, or not in time; its last words say why.
         """
         try:
             for device in self._sockets:
@@ -103,6 +115,7 @@ class StackHost:
     def _start(self, device: str) -> subprocess.Popen[bytes]:
         path = Path(self._sockets[device])
         path.unlink(missing_ok=True)
+        self._started_s[device] = self._clock.monotonic()
         with self._log(device) as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "nestling.inner.stack_process"],
@@ -128,29 +141,39 @@ class StackHost:
 
     def _await_ready(self, device: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
-        if process.stdout.readline() != b"ready\n":
+        is_late = not wait_readable(process.stdout.fileno(), self._start_wall_s)
+        if is_late or process.stdout.readline() != b"ready\n":
+            process.kill()
             process.wait()
             words = self._log_path(device).read_text("utf-8", "replace").strip().splitlines()
+            how = f"is not ready after {self._start_wall_s:g} s" if is_late else "does not start"
             raise ConfigError(
-                f"the stack process of {device} does not start: {words[-1] if words else 'no word'}; "
+                f"the stack process of {device} {how}: {words[-1] if words else 'no word'}; "
                 f"expected a usable device; see {self._log_path(device)}"
             )
 
     def _watch(self, device: str) -> None:
         """Start a process again that died; its jobs are told by the end of their connections."""
-        for _ in range(_MAX_RESTARTS):
+        short_lives = 0
+        while True:
             process = self._processes[device]
             code = process.wait()
             if self._is_closing.is_set():
                 return
-            _log.warning("the stack of %s ended with code %d; starting it again", device, code)
             _close_pipes(process)
-            self._processes[device] = self._start(device)
+            lived_s = self._clock.monotonic() - self._started_s[device]
+            short_lives = 0 if lived_s >= _LONG_LIFE_S else short_lives + 1
+            if short_lives > _MAX_SHORT_LIVES:
+                _log.error("the stack of %s keeps dying; see %s", device, self._log_path(device))
+                return
+            _log.warning("the stack of %s ended with code %d; starting it again", device, code)
+            try:
+                self._processes[device] = self._start(device)
+            except OSError as error:  # counts as a life: the one that ended is waited for again
+                _log.warning("the stack of %s cannot be started: %s", device, error)
+                self._is_closing.wait(_RETRY_S)
             if self._is_closing.is_set():
                 self._processes[device].kill()
-        self._processes[device].wait()
-        if not self._is_closing.is_set():
-            _log.error("the stack of %s keeps dying; see %s", device, self._log_path(device))
 
     def _log(self, device: str) -> IO[bytes]:
         path = self._log_path(device)
@@ -164,4 +187,5 @@ class StackHost:
 def _close_pipes(process: subprocess.Popen[bytes]) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            pipe.close()
+            with suppress(BrokenPipeError):  # settings that it never read
+                pipe.close()
