@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,9 @@ from nestling.inner.stack_settings import LearnSettings
 
 from .conftest import FAMILY
 
+CONFIG = StackConfig(max_jobs=2, rows_per_job=4, max_len=128, memory_gib=0.5)
+NUM_PLACES = 2 * CONFIG.max_jobs
+"""Jobs that hold memory; half of them are decoded at a time."""
 SETTINGS = LearnSettings(loss=Dppo(), optim=AdamW(lr=1e-3))
 
 
@@ -36,8 +39,7 @@ def path(bases: dict[str, Path], tmp_path: Path) -> Iterator[str]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen()
-    config = StackConfig(max_jobs=2, rows_per_job=4, max_len=128, memory_gib=0.5)
-    server = StackServer(listener, bases=bases, device="cpu", config=config, clock=SystemClock())
+    server = StackServer(listener, bases=bases, device="cpu", config=CONFIG, clock=SystemClock())
     stop, stopped = socket.socketpair()
     thread = threading.Thread(target=server.run, args=(stopped,))
     thread.start()
@@ -64,6 +66,28 @@ def test_a_device_whose_process_is_away_is_passed_over(path: str, tmp_path: Path
         assert job.room("micro").num_jobs == 1
     with pytest.raises(LearnerError, match=r"away\.sock cannot be reached"):
         Stacks(sockets=(away,)).join("micro", SETTINGS, lambda: None)
+
+
+def test_a_job_that_gives_up_waiting_for_a_place_leaves_the_stack(path: str) -> None:
+    class OverError(Exception):
+        """The job's time is over."""
+
+    def join(check: Callable[[], None]) -> StackJob:
+        return Stacks(sockets=(path,)).join("micro", SETTINGS, check)
+
+    def count_down() -> None:
+        if not checks.pop():
+            raise OverError
+
+    with ExitStack() as stack:
+        job = stack.enter_context(closing(join(lambda: None)))
+        others = [stack.enter_context(closing(join(lambda: None))) for _ in range(NUM_PLACES - 1)]
+        checks = [False, True]  # over while it waits for its place, not before
+        with pytest.raises(OverError) as caught:
+            join(count_down)
+        while job.room("micro").num_jobs > 1 + len(others):
+            pass  # the server sees the end of a connection when it looks
+        assert caught.tb is not None  # which holds on to all that was open
 
 
 def test_a_model_that_cannot_be_written_is_told_in_the_words_of_the_system(

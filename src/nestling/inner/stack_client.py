@@ -48,9 +48,7 @@ class Stacks:
             JobFailedError: the job does not fit any device (`stack.out_of_memory`).
             LearnerError: no stack process answers; the job may be tried again.
         """
-        job = self._best(base, check)
-        job.join(wire.Join(base=base, settings=settings.model_dump_json()))
-        return job
+        return self._joined(wire.Join(base=base, settings=settings.model_dump_json()), check)
 
     def join_weights(
         self, base: str, flat: npt.NDArray[np.float32], check: Callable[[], None]
@@ -66,9 +64,7 @@ class Stacks:
                 f"{wire.MAX_WEIGHTS_BYTES} for a model that is scored in a stack; "
                 'set inner.trainer = "embedded" for it'
             )
-        job = self._best(base, check)
-        job.join(wire.JoinWeights(base=base, weights=wire.pack_floats(flat)))
-        return job
+        return self._joined(wire.JoinWeights(base=base, weights=wire.pack_floats(flat)), check)
 
     def fingerprint(self, check: Callable[[], None]) -> str:
         """Changes with whatever may change the numbers of any of the devices; `check` as in `join`."""
@@ -80,6 +76,15 @@ class Stacks:
             finally:
                 job.close()
         return "; ".join(sorted(set(found)))
+
+    def _joined(self, message: wire.Join | wire.JoinWeights, check: Callable[[], None]) -> StackJob:
+        job = self._best(message.base, check)
+        try:
+            job.join(message)
+        except BaseException:
+            job.close()  # or it waits on, and takes a place that nobody uses
+            raise
+        return job
 
     def _best(self, base: str, check: Callable[[], None]) -> StackJob:
         """A connection to the device whose lanes are taken least; equal ones in turn.
