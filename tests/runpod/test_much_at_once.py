@@ -9,10 +9,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 from pydantic import SecretStr
 
 from nestling.core.clock import SystemClock
+from nestling.core.errors import FleetError
 from nestling.fleet.pods.records import PodRecords
+from nestling.fleet.providers import runpod
 from nestling.fleet.providers.runpod_api import PodRequest, RunpodApi
 from nestling.fleet.providers.runpod_http import RunpodHttp
 from nestling.fleet.providers.runpod_keeper import PodKeeper
@@ -22,7 +25,7 @@ from nestling.fleet.runpod_simulator.script import Script
 from nestling.fleet.runpod_simulator.server import simulated_account
 from nestling.store import GroupCommit, RunStore
 
-from .conftest import IMAGE, fleet_config, until
+from .conftest import IMAGE, fleet_config, open_pods, simulated, until
 
 
 async def test_a_worker_may_say_a_lot_at_once(pods) -> None:
@@ -82,6 +85,27 @@ async def test_one_look_that_is_refused_leaves_the_others_their_watch(tmp_path: 
         await keeper.tick()
         assert records.get("nestling-1-a").state == "ending"  # not proved gone
         assert records.get("nestling-1-b").state == "ending"  # seen all the same
+
+
+async def test_an_api_that_stands_still_does_not_hold_the_end_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pods are named in time; they end themselves, or `fleet down` does."""
+    monkeypatch.setattr(runpod, "_CLOSE_S", 0.5)
+    stuck = [
+        {"route": route, "do": "stall", "after_s": 3000.0, "seconds": 3000.0}
+        for route in ("list", "delete")
+    ]
+    async with (
+        simulated(tmp_path, request=stuck) as simulator,
+        open_pods(tmp_path, None, closes=False, simulator=simulator, workers=1) as room,
+    ):
+        assert (await room.do("echo", {"n": 1})).state == "done"
+        [pod] = room.account.live_pods()
+        room.account.time.advance(3000.0)
+        async with asyncio.timeout(15):
+            with pytest.raises(FleetError, match=f"pods {pod.name} are not proved gone"):
+                await room.provider.close()
 
 
 async def test_a_defect_of_ours_does_not_end_the_watch_over_paid_pods(tmp_path: Path) -> None:

@@ -31,6 +31,9 @@ __all__ = ["RunpodProvider"]
 _log = logging.getLogger(__name__)
 
 _CLOSE_S = 25.0
+"""With the next one, less than `finish` gives a release."""
+_FORGET_S = 3.0
+"""For the boot secret once no pod needs it."""
 _MAX_RESTARTS = 2
 """Of a pod's worker process without a job done; then the machine is to blame."""
 
@@ -181,8 +184,9 @@ class RunpodProvider:
         try:
             left = await self.keeper.close(_CLOSE_S)
             if not left:
-                with suppress(RunpodError):
-                    await self._api.drop_secrets(self._run.secret_name(self._config.pool))
+                with suppress(RunpodError, TimeoutError):
+                    async with asyncio.timeout(_FORGET_S):
+                        await self._api.drop_secrets(self._run.secret_name(self._config.pool))
         finally:
             await self.detach()
         if left:

@@ -116,20 +116,20 @@ class PodKeeper:
         return await self._end_strays(by_name.values())
 
     async def close(self, limit_s: float) -> list[str]:
-        """End every pod and wait for the proof; returns the names of those that may live on.
+        """End every pod and wait `limit_s` for the proof; returns the names of those that may live on.
 
         One whose end the API has confirmed, but that its list still shows, is only told of.
         """
-        async with asyncio.TaskGroup() as group:
-            for record in self._records.all():
-                group.create_task(self.end(record.name, "the run closes"))
-        end_s = self._clock.monotonic() + limit_s
-        while True:
-            await self.tick()
-            left = [record.name for record in self._records.all()]
-            if not left or self._clock.monotonic() >= end_s:
-                break
-            await asyncio.sleep(min(_LOOK_S, self._config.tick_s))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                async with asyncio.TaskGroup() as group:
+                    for record in self._records.all():
+                        group.create_task(self.end(record.name, "the run closes"))
+                await self.tick()
+                while self._records.all():
+                    await asyncio.sleep(min(_LOOK_S, self._config.tick_s))
+                    await self.tick()
+        left = [record.name for record in self._records.all()]
         confirmed = self._deleted.intersection(left)
         if confirmed:
             _log.warning(
