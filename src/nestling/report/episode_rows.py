@@ -91,6 +91,8 @@ def _row(group: GroupRecord, record: EpisodeRecord, result: EpisodeResult) -> Ep
         validation=terms.validation,
         quality=terms.quality,
         speed=terms.speed,
+        seed_reward=result.terms["seed"].total,
+        paired_reward=result.terms["paired"].total,
         num_attempts=len(result.attempts),
         valid_attempt=result.valid_attempt,
         base_model=accepted.base_model if accepted else None,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nestling.agent.reward import RewardKind, RewardWeights
-from nestling.core.seeds import derive_seed
-from nestling.outer import stats
 from nestling.outer.heldout import UNTRAINED
 from nestling.outer.stats import Estimate
 from nestling.outer.sweep_report import ALL_FAMILIES, Sweep
 from nestling.report.decomposition import gain_account
 from nestling.report.estimates import by_group, estimate
+from nestling.report.paired import by_task, paired_gain
 from nestling.report.reference_rows import ALL, is_checkpoint
 from nestling.report.run_data import EpisodeRow, Headline, ReferenceRow, StepRow
 from nestling.report.step_rows import formula_line
@@ -43,18 +42,16 @@ def headline(
     scope = held_out_scope(sweep, training) if sweep else None
     gain = sweep.comparison(arm, UNTRAINED, scope) if sweep and arm and scope else None
     untrained = [one for one in episodes if one.purpose == "train" and one.version == 0]
-    measured_step = max(
-        (one.step or 0 for one in episodes if one.family in training and _is_trained(one)),
+    newest = max(
+        (
+            (one.step or 0, one.arm)
+            for one in episodes
+            if one.arm is not None and is_checkpoint(one.arm) and one.family in training
+        ),
         default=None,
     )
-    before = {
-        _pair(one): one for one in episodes if one.arm == UNTRAINED and one.family in training
-    }
-    after = {
-        _pair(one): one
-        for one in episodes
-        if _is_trained(one) and one.step == measured_step and one.family in training
-    }
+    before = by_task(episodes, UNTRAINED, training)
+    after = by_task(episodes, newest[1], training) if newest else {}
     return Headline(
         untrained=estimate(by_group(untrained), lambda one: one.reward, "untrained"),
         final=windows[-1] if windows else None,
@@ -69,8 +66,8 @@ def headline(
             by_group(before.values()), lambda one: one.reward, "measured-untrained"
         ),
         measured=estimate(by_group(after.values()), lambda one: one.reward, "measured"),
-        measured_gain=_paired(after, before),
-        measured_step=measured_step,
+        measured_gain=paired_gain(after, before),
+        measured_step=newest[0] if newest else None,
         held_out_families=held_out_families(sweep, training) if sweep else (),
         held_out=_arm_reward(sweep, arm, scope),
         held_out_untrained=_arm_reward(sweep, UNTRAINED, scope),
@@ -98,29 +95,6 @@ def held_out_scope(sweep: Sweep, training: Sequence[str]) -> str | None:
         return families[0]
     measured = {one.family for one in sweep.results}
     return ALL_FAMILIES if families and not measured & set(training) else None
-
-
-_Pair = tuple[str, int]
-
-
-def _pair(episode: EpisodeRow) -> _Pair:
-    """What episodes of different arms must share to be compared: the same task and seed."""
-    return episode.family, episode.member
-
-
-def _is_trained(episode: EpisodeRow) -> bool:
-    return episode.arm is not None and is_checkpoint(episode.arm)
-
-
-def _paired(
-    after: Mapping[_Pair, EpisodeRow], before: Mapping[_Pair, EpisodeRow]
-) -> Estimate | None:
-    pairs = sorted(after.keys() & before.keys())
-    return stats.paired_difference(
-        [after[pair].reward for pair in pairs],
-        [before[pair].reward for pair in pairs],
-        seed=derive_seed(0, "measured-gain"),
-    )
 
 
 def _window(steps: Sequence[StepRow], training: Sequence[str]) -> int:

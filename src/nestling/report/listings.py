@@ -71,14 +71,16 @@ def episode_table(data: RunData) -> Table:
     """Every finished episode."""
     columns = (
         *("episode", "purpose", "arm", "step", "version", "family", "outcome", "reason"),
-        *("reward", "validation", "quality", "speed", "attempts", "valid_attempt", "base_model"),
+        *("reward", "validation", "quality", "speed", "seed_reward", "paired_reward"),
+        *("attempts", "valid_attempt", "base_model"),
         *("settings", "pre", "best_pre", "post", "uplift", "uplift_lo", "uplift_hi", "items"),
         *("job_hash", "sampled_tokens", "seconds"),
     )
     rows: list[tuple[Cell, ...]] = [
         (
             *(one.id, one.purpose, one.arm, one.step, one.version, one.family, one.outcome_code),
-            *(one.detail, one.reward, one.validation, one.quality, one.speed, one.num_attempts),
+            *(one.detail, one.reward, one.validation, one.quality, one.speed),
+            *(one.seed_reward, one.paired_reward, one.num_attempts),
             *(one.valid_attempt, one.base_model, one.settings, one.pre, one.best_pre, one.post),
             *(one.uplift, *(one.uplift_ci or (None, None)), one.num_items, one.job_hash),
             *(one.sampled_tokens, one.seconds),

@@ -71,9 +71,13 @@ class EpisodeRow:
     detail: str
     reward_kind: RewardKind
     reward: float
+    """Under `reward_kind`, as are the three terms."""
     validation: float
     quality: float
     speed: float
+    seed_reward: float
+    """What either rule pays; both are always recorded."""
+    paired_reward: float
     num_attempts: int
     valid_attempt: int | None
     base_model: str | None
