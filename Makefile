@@ -5,6 +5,7 @@
 # make check  lint, types, import contracts, spelling (no tests)
 # make docs   the documentation site, written to build/docs; any warning is an error
 # make bench  the benchmarks of this machine, written to results/bench/
+# make figures  every figure and table of results/ again, from the data committed there
 
 SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMP := $(VENV)/.nestling-ready
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test check bench docs setup system clean test-fast test-slow
+.PHONY: run test check bench figures docs setup system clean test-fast test-slow
 
 setup: $(STAMP) system
 
@@ -60,6 +61,9 @@ docs: setup
 
 bench: setup
 	$(BIN)/nestling bench all --out results/bench
+
+figures: $(STAMP)
+	$(BIN)/nestling report results --redraw
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

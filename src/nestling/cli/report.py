@@ -35,6 +35,12 @@ __all__ = ["command"]
     help="Difference in mean reward for which the report says how many episodes and hidden items "
     "would find it.",
 )
+@click.option(
+    "--redraw",
+    is_flag=True,
+    help="RUN is a folder of committed results, as `results` of the repository: redraw all its "
+    "figures and tables and its README.md from the data in it.",
+)
 @json_option
 def command(
     runs: tuple[Path, ...],
@@ -42,6 +48,7 @@ def command(
     png: bool,
     export: Path | None,
     effect: float,
+    redraw: bool,
     as_json: bool,
 ) -> int:
     """Write the static HTML report of a run folder, or the comparison of several.
@@ -50,6 +57,8 @@ def command(
     """
     from nestling.report.arc_data import is_arc_data
 
+    if redraw:
+        return _redraw(runs, as_json)
     for run in runs:
         if not (run / "run.db").is_file() and not is_arc_data(run):
             what = "holds no run (no run.db)" if run.is_dir() else "is not a folder"
@@ -90,4 +99,15 @@ def _export(runs: tuple[Path, ...], folder: Path, as_json: bool) -> int:
         click.echo(str(file))
     if as_json:
         print_json({"files": [str(file) for file in files]})
+    return 0
+
+
+def _redraw(folders: tuple[Path, ...], as_json: bool) -> int:
+    from nestling.report.published import redraw
+
+    for folder in folders:
+        page = redraw(folder)
+        click.echo(str(page))
+    if as_json:
+        print_json({"pages": [str(folder / "README.md") for folder in folders]})
     return 0
