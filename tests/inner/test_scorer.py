@@ -3,13 +3,14 @@ import pickle
 import shutil
 import signal
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from nestling.core.errors import ConfigError, JobFailedError
+from nestling.core.errors import ConfigError, JobFailedError, LearnerError
 from nestling.inner.baselines import Baselines
 from nestling.inner.scorers.embedded import EmbeddedScorer
 
@@ -245,3 +246,12 @@ class CountingScorer:
 
     def close(self) -> None:
         self._scorer.close()
+
+
+def test_a_stack_that_is_away_is_no_fault_of_the_job_and_does_not_kill_the_scorer(
+    bases: dict[str, Path], secret_path: Path, tmp_path: Path
+) -> None:
+    away = str(tmp_path / "away.sock")
+    scorer = EmbeddedScorer(secret_path=secret_path, bases=bases, stacks=(away,))
+    with closing(scorer), pytest.raises(LearnerError, match=r"away\.sock cannot be reached"):
+        scorer.fingerprint()

@@ -14,6 +14,7 @@ __all__ = [
     "MAX_LINE_BYTES",
     "REPLY",
     "REQUEST",
+    "STACK_LOST",
     "Ready",
     "Refused",
     "ScoreReply",
@@ -23,6 +24,8 @@ __all__ = [
 
 MAX_LINE_BYTES: Final = 1_000_000
 """Far above the longest reply (n = 10,000 items)."""
+STACK_LOST: Final = "scorer.stack_lost"
+"""Of a refusal that is no fault of the job: the stack that samples for the scorer is away."""
 
 
 class Start(Frozen):

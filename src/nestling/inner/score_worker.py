@@ -10,14 +10,15 @@ import os
 import signal
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, Final
 
-from nestling.core.errors import ConfigError, JobFailedError, ModelError
+from nestling.core.errors import ConfigError, JobFailedError, LearnerError, ModelError
 from nestling.core.heap import trim_heap
 from nestling.families.splits import EvalSecret
 from nestling.inner.score_wire import (
     MAX_LINE_BYTES,
     REQUEST,
+    STACK_LOST,
     Ready,
     Refused,
     ScoreReply,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from nestling.inner.scoring import Scoring
 
 __all__ = ["main"]
+
+_MAX_DETAIL_CHARS: Final = 2000
 
 
 def main() -> None:
@@ -55,11 +58,8 @@ def main() -> None:
 def _answer(scoring: Scoring, start_wall_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
     try:
         _send(replies, scoring.ready(start_wall_s))
-    except ConfigError as error:
-        _send(replies, Refused(reason="scorer.config", detail=str(error)))
-        return
-    except JobFailedError as error:
-        _send(replies, Refused(reason=error.reason, detail=error.detail))
+    except (ConfigError, JobFailedError, LearnerError) as error:
+        _send(replies, _refused(error))
         return
     while line := requests.readline(MAX_LINE_BYTES):
         request = REQUEST.validate_json(line)
@@ -67,14 +67,23 @@ def _answer(scoring: Scoring, start_wall_s: float, requests: BinaryIO, replies: 
             raise SystemExit("only the first line may be a start message")
         try:
             reply: ScoreReply | Refused = scoring.score(request)
-        except ModelError as error:
-            reply = Refused(reason="scorer.refused", detail=str(error)[:2000])
-        except ConfigError as error:
-            reply = Refused(reason="scorer.config", detail=str(error)[:2000])
-        except JobFailedError as error:
-            reply = Refused(reason=error.reason, detail=error.detail[:2000])
+        except (ConfigError, JobFailedError, LearnerError, ModelError) as error:
+            reply = _refused(error)
         _send(replies, reply)
         trim_heap()
+
+
+def _refused(error: ConfigError | JobFailedError | LearnerError | ModelError) -> Refused:
+    match error:
+        case JobFailedError(reason=reason, detail=detail):
+            return Refused(reason=reason, detail=detail[:_MAX_DETAIL_CHARS])
+        case ConfigError():
+            reason = "scorer.config"
+        case LearnerError():
+            reason = STACK_LOST
+        case _:
+            reason = "scorer.refused"
+    return Refused(reason=reason, detail=str(error)[:_MAX_DETAIL_CHARS])
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:

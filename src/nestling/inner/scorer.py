@@ -60,6 +60,7 @@ class Scorer(Protocol):
             ConfigError: unknown family or base, or a secret that cannot be used.
             JobFailedError: `scorer.refused` (the weights are not those of a trained copy of the
                 base), `scorer.timeout`, `scorer.died` (twice on the same request).
+            LearnerError: a stack that samples for the scorer is away; the job may be tried again.
         """
         ...
 

@@ -66,6 +66,7 @@ class Scoring:
         Raises:
             ConfigError: no server program.
             JobFailedError: `scorer.start_timeout`, of a stack that does not answer.
+            LearnerError: a stack is away.
         """
         check = _deadline(wall_s, "scorer.start_timeout").check
         return Ready(
@@ -84,6 +85,7 @@ class Scoring:
             ModelError: the weights are not those of a trained copy of the base.
             ConfigError: unknown base or family, more items than there are, or no server program.
             JobFailedError: `scorer.*` of a server that samples, `scorer.timeout` of a stack that does not answer.
+            LearnerError: a stack is away.
         """
         cpu_start_s = time.process_time()
         base = self._base(request.base)

@@ -17,13 +17,14 @@ from typing import IO, Final, TypeVar
 from pydantic import ValidationError
 
 from nestling.core.clock import Clock, SystemClock
-from nestling.core.errors import ConfigError, JobFailedError, NestlingError
+from nestling.core.errors import ConfigError, JobFailedError, LearnerError, NestlingError
 from nestling.families.splits import HiddenSplit
 from nestling.inner.openai_config import OpenAiConfig
 from nestling.inner.own_environment import own_environment
 from nestling.inner.score_wire import (
     MAX_LINE_BYTES,
     REPLY,
+    STACK_LOST,
     Ready,
     Refused,
     ScoreReply,
@@ -39,6 +40,8 @@ _Reply = TypeVar("_Reply")
 
 _OF_SERVERS: Final = ("HF_HOME", "HF_HUB_OFFLINE", "XDG_CACHE_HOME", "VLLM_CACHE_ROOT")
 """What a server that the scorer starts may need besides; no key either."""
+_END_S: Final = 10.0
+"""From the end of its pipe to the end of the process."""
 
 
 class EmbeddedScorer:
@@ -178,9 +181,11 @@ class EmbeddedScorer:
 
 
 def _error_of(reply: Refused) -> NestlingError:
-    """A wrong set-up is the operator's to fix, everything else is the job's."""
+    """A wrong set-up is the operator's to fix, a stack comes back, everything else is the job's."""
     if reply.reason == "scorer.config":
         return ConfigError(reply.detail)
+    if reply.reason == STACK_LOST:
+        return LearnerError(reply.detail)
     return JobFailedError(reply.reason, reply.detail)
 
 
@@ -256,7 +261,11 @@ class _Process:
 
     def _last_words(self) -> str:
         """For our log alone: a traceback may quote a hidden item."""
-        code = self.popen.wait()
+        try:
+            code = self.popen.wait(_END_S)
+        except subprocess.TimeoutExpired:  # its pipe is closed, so it is of no use
+            self.popen.kill()
+            code = self.popen.wait()
         self._errors.seek(0, os.SEEK_END)
         self._errors.seek(max(0, self._errors.tell() - 2000))
         words = self._errors.read().decode(errors="replace").strip().splitlines()
