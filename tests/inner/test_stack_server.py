@@ -97,9 +97,10 @@ def test_a_model_that_cannot_be_written_is_told_in_the_words_of_the_system(
     stacks = Stacks(sockets=(path,))
     with (
         closing(stacks.join("micro", SETTINGS, lambda: None)) as job,
-        pytest.raises(LearnerError, match=r"model\.safetensors cannot be written"),
+        pytest.raises(JobFailedError, match=r"model\.safetensors cannot be written") as caught,
     ):
         job.save(str(tmp_path))
+    assert caught.value.reason == "stack.disk"
     with closing(stacks.join("micro", SETTINGS, lambda: None)) as job:
         assert job.room("micro").num_jobs == 1
         assert job.save(str(tmp_path / "elsewhere")).is_finite

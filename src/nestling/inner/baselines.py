@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,14 +17,18 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from nestling.core.errors import ConfigError
+from nestling.core.errors import ConfigError, StoreError
 from nestling.core.frozen import Frozen
+from nestling.core.rundir import write_atomic
 from nestling.families.splits import HiddenSplit
+from nestling.inner.disk import writing
 from nestling.inner.model_folder import folder_digest
 from nestling.inner.scorer import Scorer
 from nestling.inner.statistics import Interval, mean_interval
 
 __all__ = ["Baseline", "Baselines", "state_folder"]
+
+_log = logging.getLogger(__name__)
 
 STATE_VARIABLE: Final = "NESTLING_STATE"
 
@@ -77,7 +82,7 @@ class Baselines:
 
         Raises:
             ConfigError: unknown base.
-            JobFailedError: the scorer failed, see `Scorer.score`.
+            JobFailedError: the scorer failed, see `Scorer.score`; `scorer.disk`, the folder cannot be written to.
         """
         key = (base, family, split, n)
         if key not in self._loaded:
@@ -130,24 +135,27 @@ class Baselines:
             correct=tuple(score.correct),
             cpu_s=score.cpu_s,
         )
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(baseline.model_dump_json())
-        partial.replace(path)
+        try:
+            write_atomic(path, baseline.model_dump_json().encode())
+        except StoreError as error:  # the score is as true as it would be from the file
+            _log.warning("a baseline is not kept and will be computed again: %s", error)
         return baseline
 
 
 def _read(path: Path) -> Baseline | None:
-    """The stored baseline; a damaged file counts as missing and is computed again."""
+    """The stored baseline; a damaged or unreadable file counts as missing and is computed again."""
     try:
         return Baseline.model_validate_json(path.read_bytes())
-    except (FileNotFoundError, ValidationError):
+    except (OSError, ValidationError):
         return None
 
 
 @contextmanager
 def _only_one(path: Path) -> Iterator[None]:
     """Lets one process compute a baseline while others that want the same one wait."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
+    with writing("scorer.disk", path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_suffix(".lock").open("w")
+    with file as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system when this process dies
         yield

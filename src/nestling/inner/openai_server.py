@@ -15,6 +15,7 @@ import httpx
 
 from nestling.core.clock import Clock
 from nestling.core.errors import ConfigError, JobFailedError
+from nestling.inner.disk import writing
 from nestling.inner.kept_process import KeptProcess
 from nestling.inner.openai_config import OpenAiConfig
 
@@ -81,7 +82,8 @@ class OwnServer:
         self._config = config
         self._max_len = max_len
         self._clock = clock
-        self._folder = Path(tempfile.mkdtemp(prefix="nestling-served-"))
+        with writing("scorer.disk", Path(tempfile.gettempdir())):
+            self._folder = Path(tempfile.mkdtemp(prefix="nestling-served-"))
         self._process: KeptProcess | None = None
         self.url = ""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from nestling.core.errors import JobFailedError, ModelError
 from nestling.engine.checkpoint import Model
 from nestling.engine.lora import LoraWeights, load_adapter, save_adapter
 from nestling.engine.sampler import SamplingParams
+from nestling.inner.disk import temporary_folder, writing
 from nestling.inner.openai_client import ask_all
 from nestling.inner.openai_config import OpenAiConfig
 from nestling.inner.openai_play import play_served
@@ -70,7 +70,7 @@ class Serving:
         Raises:
             ConfigError: the server's program does not exist.
             ModelError: the folder changed while it was looked at.
-            JobFailedError: `scorer.server`, `scorer.request`, `scorer.protocol`, or `scorer.refused` for whole
+            JobFailedError: `scorer.server`, `scorer.request`, `scorer.protocol`, `scorer.disk`, or `scorer.refused` for whole
                 weights that a server of others cannot be given.
         """
         sampling = SamplingParams(
@@ -100,15 +100,15 @@ class Serving:
         try:
             if moved == 0.0 or adapter is not None:
                 self._use(base.folder, base_name, max_len)
-                with tempfile.TemporaryDirectory(prefix="nestling-adapter-") as private:
-                    if adapter is not None:
+                if adapter is None:
+                    yield _Served(self, base_name)
+                    return
+                name = f"{_TRAINED}-{model.weights.content_hash()[:16]}"
+                with temporary_folder("scorer.disk", "nestling-adapter-") as private:
+                    with writing("scorer.disk", private):
                         save_adapter(private, adapter, base_model=base_name)
-                    if adapter is None:
-                        yield _Served(self, base_name)
-                    else:
-                        name = f"{_TRAINED}-{model.weights.content_hash()[:16]}"
-                        with closing(_Served(self, name, Path(private))) as served:
-                            yield served
+                    with closing(_Served(self, name, private)) as served:
+                        yield served
                 return
             if self._config.kind == "url":
                 raise JobFailedError(

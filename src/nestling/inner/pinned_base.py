@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Final
 
 from nestling.engine.checkpoint import Model, load_model
 from nestling.engine.weights import parts
+from nestling.inner.disk import temporary_folder, writing
 from nestling.inner.lineage import (
     WEIGHTS_FILE,
     TensorSpec,
@@ -44,6 +44,7 @@ class PinnedBase:
 
         Raises:
             ModelError: when they are not those of a trained copy of this base.
+            JobFailedError: `scorer.disk`, there is no room for a copy.
         """
         with self.checked_copy(folder) as private:
             return load_model(private)
@@ -54,15 +55,16 @@ class PinnedBase:
 
         Raises:
             ModelError: when they are not those of a trained copy of this base.
+            JobFailedError: `scorer.disk`, there is no room for it.
         """
         weights = read_weights_file(folder, max_bytes=self._max_bytes)
         check_weights(weights, self._specs)
-        with tempfile.TemporaryDirectory(prefix="nestling-scored-") as name:
-            private = Path(name)
-            for path in self.folder.iterdir():
-                if path.is_file() and not _WEIGHTS.search(path.name):
-                    shutil.copyfile(path, private / path.name)
-            (private / WEIGHTS_FILE).write_bytes(weights)
+        with temporary_folder("scorer.disk", "nestling-scored-") as private:
+            with writing("scorer.disk", private):
+                for path in self.folder.iterdir():
+                    if path.is_file() and not _WEIGHTS.search(path.name):
+                        shutil.copyfile(path, private / path.name)
+                (private / WEIGHTS_FILE).write_bytes(weights)
             yield private
 
     def delta_norm(self, model: Model) -> float:

@@ -18,6 +18,7 @@ from nestling.core.seeds import derive_seed
 from nestling.families.splits import HiddenSplit
 from nestling.inner.baselines import Baseline, Baselines
 from nestling.inner.cpu_time import CpuMeter
+from nestling.inner.disk import writing
 from nestling.inner.scorer import Score, Scorer
 from nestling.inner.statistics import Interval, paired_difference
 from nestling.inner.trainer import StepLog, Trainer, TrainLimits, TrainRequest, TrainResult
@@ -186,9 +187,11 @@ class _JobRun:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _new_folder(self) -> Path:
-        self._context.work_folder.mkdir(parents=True, exist_ok=True)
+        work = self._context.work_folder
         prefix = f"{self._bundle.job_hash[:16]}-"
-        self._folder = Path(tempfile.mkdtemp(prefix=prefix, dir=self._context.work_folder))
+        with writing("train.disk", work):
+            work.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix=prefix, dir=work))
         return self._folder
 
     def _note_step(self, step: StepRecord) -> None:

@@ -241,10 +241,17 @@ class StackJob:
         """Have the trained model written.
 
         Raises:
-            LearnerError: it cannot be, for example on a full disk; the job may be tried again.
+            JobFailedError: `stack.disk`, it cannot be, for example on a full disk.
         """
         self._send(wire.Save(folder=folder))
-        reply = self._receive(wire.Saved)
+        try:
+            reply = self._receive(wire.Saved)
+        except JobFailedError as error:
+            if error.reason != "stack.disk" or folder in error.detail:
+                raise
+            raise JobFailedError(
+                error.reason, f"{folder}: {error.detail}; free some room"
+            ) from error
         self._busy_s = reply.busy_s
         return reply
 
@@ -289,8 +296,6 @@ class StackJob:
         if isinstance(message, wire.Failed):
             if message.reason == "stack.config":
                 raise ConfigError(message.detail)
-            if message.reason == "stack.disk":  # no fault of the job
-                raise LearnerError(message.detail)
             raise JobFailedError(message.reason, message.detail)
         return message
 

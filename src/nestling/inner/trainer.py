@@ -69,6 +69,7 @@ class Trainer(Protocol):
 
         Raises:
             JobFailedError: `train.timeout` past the deadline, `train.*` when learning itself
-                breaks (for example non-finite weights), `env.*` when the job's environment fails.
+                breaks (for example non-finite weights) or the model cannot be written (`train.disk`, `stack.disk`),
+                `env.*` when the job's environment fails.
         """
         ...

@@ -18,6 +18,7 @@ from nestling.engine.sampler import Rollout
 from nestling.engine.tokenizer import Tokenizer
 from nestling.inner.course import DIVERGED, Course, env_reason
 from nestling.inner.cpu_time import CpuMeter
+from nestling.inner.disk import writing
 from nestling.inner.guarded_env import Deadline, GuardedEnv
 from nestling.inner.job_env import JobEnvOpener
 from nestling.inner.train_settings import Grouping, learner_for, sampling_for
@@ -86,7 +87,8 @@ class EmbeddedTrainer:
         if not bool(trained.flat.isfinite().all()):
             raise JobFailedError("train.diverged", DIVERGED)
         merged = Model(config=model.config, weights=trained, tokenizer=model.tokenizer)
-        save_model(request.out_folder, merged)
+        with writing("train.disk", request.out_folder):
+            save_model(request.out_folder, merged)
         base_hash, moved = base.content_hash(), base.distance(trained)
         return TrainResult(
             model_folder=request.out_folder,

@@ -19,6 +19,7 @@ from nestling.core.errors import JailError, JobFailedError
 from nestling.engine.checkpoint import Model, load_model, save_model
 from nestling.engine.lora import save_adapter
 from nestling.inner.course import MAX_ROWS, env_reason
+from nestling.inner.disk import writing
 from nestling.inner.guarded_env import Deadline
 from nestling.inner.kept_process import KeptProcess
 from nestling.inner.prime_rl_config import PrimeRlConfig
@@ -66,13 +67,15 @@ class PrimeRlTrainer:
             ConfigError: `rl` is not installed, or the worker has too few GPUs.
             JobFailedError: `train.timeout`, `train.hung` (no step for `step_s`), `train.out_of_memory`,
                 `train.no_signal`, `train.config`, `train.install`, `train.inference_died`, `train.crashed`,
-                `train.no_weights`, `train.weights`, `train.diverged`, `env.*`.
+                `train.no_weights`, `train.weights`, `train.diverged`, `train.disk`, `env.*`.
         """
         started_s = self._clock.monotonic()
         deadline = Deadline(self._clock, request.limits.wall_s, "train.timeout")
         self._look_at(request)
         out = request.out_folder
-        folder = RunFolder.prepare(out.with_name(f"{out.name}.prime-rl"), request, self._config)
+        root = out.with_name(f"{out.name}.prime-rl")
+        with writing("train.disk", root):
+            folder = RunFolder.prepare(root, request, self._config)
         try:
             steps = self._run(request, folder, deadline, log)
             return self._collect(request, folder, steps, started_s)
@@ -136,13 +139,14 @@ class PrimeRlTrainer:
         self, request: TrainRequest, folder: RunFolder, steps: list[StepRecord], started_s: float
     ) -> TrainResult:
         base = load_model(request.base_folder)
+        out = request.out_folder
         weights, adapter = trained_weights(
             folder.run, request.base_folder, base, request.manifest.prime_rl
         )
-        out = request.out_folder
-        save_model(out, Model(config=base.config, weights=weights, tokenizer=base.tokenizer))
-        if adapter is not None:
-            save_adapter(out / ADAPTER_FOLDER, adapter, base_model=request.manifest.base_model)
+        with writing("train.disk", out):
+            save_model(out, Model(config=base.config, weights=weights, tokenizer=base.tokenizer))
+            if adapter is not None:
+                save_adapter(out / ADAPTER_FOLDER, adapter, base_model=request.manifest.base_model)
         return TrainResult(
             model_folder=out,
             steps=steps,

@@ -37,6 +37,14 @@ _IMPORT: Final = r"ModuleNotFoundError|ImportError|cannot import name|has no att
 
 _CAUSES: Final = (
     _Cause(
+        reason="train.disk",
+        logs=("trainer.log", "inference.log", "orchestrator.log", _OWN),
+        pattern=re.compile(
+            r"\[Errno \d+\] (?:No space left on device|Disk quota exceeded)|StorageFull"
+        ),
+        advice="a disk that prime-rl writes to is full: free some room and run the job again",
+    ),
+    _Cause(
         reason="train.out_of_memory",
         logs=("trainer.log", "inference.log"),
         pattern=re.compile(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +17,7 @@ from nestling.core.errors import JobFailedError, ModelError
 from nestling.engine.checkpoint import Model, load_weights
 from nestling.engine.lora import LoraWeights, load_adapter
 from nestling.engine.weights import Weights
+from nestling.inner.disk import temporary_folder, writing
 from nestling.jobs.manifest import PrimeRl
 
 __all__ = ["ADAPTER_FOLDER", "newest_stable", "trained_weights"]
@@ -45,7 +45,7 @@ def trained_weights(
 
     Raises:
         JobFailedError: `train.no_weights` (none of the last step), `train.weights` (not those of this job),
-            `train.diverged` (not finite).
+            `train.diverged` (not finite), `train.disk` (no room to look at them).
     """
     newest = newest_stable(run)
     if newest is None or newest[0] != table.max_steps:
@@ -78,10 +78,10 @@ def _adapter(folder: Path, base: Model, table: PrimeRl) -> LoraWeights:
 
 def _whole(folder: Path, base_folder: Path) -> Weights:
     """prime-rl's tensors beside the base's config."""
-    with tempfile.TemporaryDirectory(prefix="nestling-trained-", dir=folder.parent) as name:
-        joined = Path(name)
-        shutil.copyfile(base_folder / "config.json", joined / "config.json")
-        for path in folder.iterdir():
-            if _SHARD.fullmatch(path.name) and path.is_file() and not path.is_symlink():
-                os.link(path, joined / path.name)
+    with temporary_folder("train.disk", "nestling-trained-", folder.parent) as joined:
+        with writing("train.disk", joined):
+            shutil.copyfile(base_folder / "config.json", joined / "config.json")
+            for path in folder.iterdir():
+                if _SHARD.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+                    os.link(path, joined / path.name)
         return load_weights(joined)

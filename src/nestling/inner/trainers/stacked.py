@@ -66,7 +66,7 @@ class StackedTrainer:
         """See `Trainer.train`; `cpu_s` counts this process tree and the job's share of the device.
 
         Raises:
-            LearnerError: the stack process ended, or could not write the model; the job may be tried again.
+            LearnerError: the stack process ended; the job may be tried again.
         """
         meter = CpuMeter()
         deadline = Deadline(self._clock, request.limits.wall_s, "train.timeout")
