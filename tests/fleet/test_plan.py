@@ -62,6 +62,17 @@ def test_ceiling_is_every_deadline_at_the_price_and_a_cap_bounds_the_worst() -> 
     assert "day_usd 0.1" in capped.lines()[-1]
 
 
+def test_plan_tells_what_the_service_of_the_agent_may_cost() -> None:
+    hosted = ("learner.kind=tinker", "learner.base_model=Qwen/Qwen3-8B")
+    assert plan_run(config()).apart == ()
+    [uncapped] = plan_run(config(*hosted)).apart
+    assert "Qwen/Qwen3-8B" in uncapped
+    assert "without a cap; set learner.max_usd" in uncapped
+    capped = plan_run(config(*hosted, "learner.max_usd=10"))
+    assert capped.lines()[-1].endswith("at most 10 USD (learner.max_usd)")
+    assert capped.as_json()["apart"] == capped.apart
+
+
 def test_past_jobs_of_the_machine_type_give_the_expectation(state: Path) -> None:
     assert plan_run(config()).expected is None
     with Account(state / "account.db") as account:

@@ -52,6 +52,8 @@ class RunPlan:
     """Of one training job; None without a past on this machine type."""
     caps_usd: dict[str, float]
     """Caps that are set, by name."""
+    apart: Sequence[str] = ()
+    """For a person: what is billed by others than the workers, and its caps."""
 
     @property
     def ceiling_usd(self) -> float:
@@ -108,7 +110,7 @@ class RunPlan:
         )
         caps = ", ".join(f"{name} {usd:g}" for name, usd in self.caps_usd.items())
         lines.append(f"caps: {caps or 'none; set budget.run_usd to have one'}")
-        return lines
+        return [*lines, *(f"apart from that: {one}" for one in self.apart)]
 
     def _expectation(self) -> str:
         if self.expected is None:

@@ -7,6 +7,7 @@ from nestling.fleet.budget import GRACE_S, load_prices
 from nestling.fleet.plan import PlannedWork, RunPlan
 from nestling.fleet.predict import expected_job
 from nestling.fleet.runner import RunnerSettings
+from nestling.outer.config import TinkerConfig
 from nestling.wiring.checks import check_names
 from nestling.wiring.fleets import local_slots
 from nestling.wiring.rooms import stage_seconds
@@ -69,7 +70,20 @@ def plan_run(config: RunConfig) -> RunPlan:
         max_tries=RunnerSettings(identity={}).max_tries,
         expected=expected,
         caps_usd={name: usd for name, usd in config.budget.model_dump().items() if usd is not None},
+        apart=_apart(config),
     )
+
+
+def _apart(config: RunConfig) -> tuple[str, ...]:
+    learner = config.learner
+    if not isinstance(learner, TinkerConfig):
+        return ()
+    cap = (
+        "without a cap; set learner.max_usd to have one"
+        if learner.max_usd is None
+        else f"at most {learner.max_usd:g} USD (learner.max_usd)"
+    )
+    return (f"the service that trains {learner.base_model}, {cap}",)
 
 
 def _num_workers(config: RunConfig) -> int:
