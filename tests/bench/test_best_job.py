@@ -137,6 +137,16 @@ def test_names_of_equal_jobs_are_equal_in_both_kinds_of_data() -> None:
         read_trials([SPREAD], "paired")
 
 
+def test_settings_that_a_record_kept_come_before_those_of_its_name(tmp_path: Path) -> None:
+    kept = json.loads(SPREAD.read_text())
+    rows = [row for row in kept["runs"] if (row["family"], row["job"]) == ("ledger", "template")]
+    rows[0]["settings"] = {"lr": 1e-5, "max_steps": 4, "batch_size": 32}
+    path = tmp_path / "spread.json"
+    path.write_text(json.dumps(kept | {"runs": rows}))
+    (name,) = {one.jobs[0] for one in read_trials([path], "seed")}
+    assert (name.update, name.size) == ("lr 1e-05", "4 x 32")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

@@ -49,6 +49,7 @@ def test_table_holds_every_job_over_its_seeds(make_context: Callable[..., InnerC
     assert rows == logged
     learns, dies, same, noop = rows
     assert (learns.seeds, len(learns.uplifts), learns.failures) == ((1, 2), 2, ())
+    assert (learns.settings["max_steps"], noop.settings) == (2, {})
     assert (dies.uplift_mean, dies.uplift_ci, len(dies.failures)) == (None, None, 2)
     assert (same.uplift_mean, same.uplift_ci) == (0.0, (0.0, 0.0))
     assert (noop.uplift_mean, noop.uplift_ci, noop.cpu_s_mean) == (0.0, (0.0, 0.0), 0.0)

@@ -193,15 +193,8 @@ def _of_row(row: SpreadRow) -> Iterator[_Measurement]:
     """One per seed; which seeds failed is not recorded, so that they come last."""
     if row.job == _NOOP:
         return
-    references = reference_jobs(
-        template_job(row.family), base=row.base_model, small_base=row.base_model
-    )
-    bundles = {one.name: one.bundle for one in references}
-    bundle = bundles.get("template" if row.job in _SPREAD_RUBRICS else row.job)
-    if bundle is None:
-        raise ValueError(f"unknown reference job {row.job!r}")
-    manifest = bundle.manifest()
-    settings = {key: getattr(manifest.prime_rl, key) for key in manifest.explicit_keys}
+    settings = row.settings or _settings_by_name(row)
+    values = PrimeRl.resolve(dict(settings))
     rubric = _SPREAD_RUBRICS.get(row.job, "exact")
     jobs = _jobs(row.family, row.base_model, None, rubric, settings)
     ends: list[float | str] = [*row.uplifts, *row.failures]
@@ -215,16 +208,29 @@ def _of_row(row: SpreadRow) -> Iterator[_Measurement]:
             best_pre=row.best_pre,
             post=None if isinstance(end, str) else (row.best_pre or 0.0) + end,
             uplift=None if isinstance(end, str) else end,
-            train_steps=manifest.prime_rl.max_steps,
+            train_steps=values.max_steps,
         )
         yield _Measurement(
             family=row.family,
             jobs=jobs,
             seed=seed,
             outcome=outcome,
-            rollouts=manifest.prime_rl.max_steps * manifest.prime_rl.batch_size,
+            rollouts=values.max_steps * values.batch_size,
             is_refused=RUBRICS[rubric].is_refused,
         )
+
+
+def _settings_by_name(row: SpreadRow) -> dict[str, Scalar]:
+    """Of a record that did not keep them: those of today's reference job of that name."""
+    references = reference_jobs(
+        template_job(row.family), base=row.base_model, small_base=row.base_model
+    )
+    bundles = {one.name: one.bundle for one in references}
+    bundle = bundles.get("template" if row.job in _SPREAD_RUBRICS else row.job)
+    if bundle is None:
+        raise ValueError(f"unknown reference job {row.job!r}")
+    manifest = bundle.manifest()
+    return {key: getattr(manifest.prime_rl, key) for key in manifest.explicit_keys}
 
 
 def _jobs(

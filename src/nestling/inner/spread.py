@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import Field
 
 from nestling.core.frozen import Frozen
 from nestling.inner.noop import noop_outcome
 from nestling.inner.run import InnerContext, run_job
 from nestling.inner.statistics import mean_interval
+from nestling.jobs.bounds import Bounds
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.manifest import JobManifest, render_manifest
+from nestling.jobs.manifest_checks import Scalar
 from nestling.jobs.outcome import Outcome
 
 __all__ = ["ReferenceJob", "SpreadRow", "reference_jobs", "spread", "with_settings"]
@@ -35,6 +40,8 @@ class SpreadRow(Frozen):
     job: str
     base_model: str
     seeds: tuple[int, ...]
+    settings: dict[str, Scalar] = Field(default_factory=dict)
+    """The `[prime_rl]` keys that the job sets; empty for the no-op, and in records that did not keep them."""
     n: int
     """Hidden items per seed; the same items for all."""
     uplifts: tuple[float, ...]
@@ -97,7 +104,7 @@ def with_settings(
         JobRejectedError: when the new settings break a bound.
     """
     manifest = bundle.manifest()
-    settings = {key: getattr(manifest.prime_rl, key) for key in manifest.explicit_keys} | prime_rl
+    settings = _settings(manifest) | prime_rl
     changed = JobManifest.build(
         base_model or manifest.base_model,
         env=dict(manifest.env),
@@ -120,7 +127,7 @@ def spread(
                 _run(reference, family, replace(context, seed=seed))
                 for seed in (seeds if reference.bundle is not None else seeds[:1])
             ]
-            row = _row(reference, family, seeds, outcomes)
+            row = _row(reference, family, seeds, outcomes, context.bounds)
             log(row)
             yield row
 
@@ -136,8 +143,16 @@ def _stronger_base(family: str, context: InnerContext) -> str:
     return context.baselines.best_base(family, context.split, context.n).base
 
 
+def _settings(manifest: JobManifest) -> dict[str, Any]:
+    return {key: getattr(manifest.prime_rl, key) for key in manifest.explicit_keys}
+
+
 def _row(
-    reference: ReferenceJob, family: str, seeds: Sequence[int], outcomes: Sequence[Outcome]
+    reference: ReferenceJob,
+    family: str,
+    seeds: Sequence[int],
+    outcomes: Sequence[Outcome],
+    bounds: Bounds,
 ) -> SpreadRow:
     uplifts = [outcome.uplift for outcome in outcomes if outcome.uplift is not None]
     posts = [outcome.post for outcome in outcomes if outcome.post is not None]
@@ -148,6 +163,7 @@ def _row(
         job=reference.name,
         base_model=outcomes[0].base_model,
         seeds=tuple(seeds),
+        settings=_settings(reference.bundle.manifest(bounds)) if reference.bundle else {},
         n=max(outcome.n for outcome in outcomes),
         uplifts=tuple(uplifts),
         uplift_mean=interval.mean if interval is not None else None,
