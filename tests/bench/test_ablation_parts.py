@@ -135,6 +135,18 @@ def test_a_rubric_indented_otherwise_and_its_own_import_of_reward() -> None:
     compile(code(rubric), TASKSET_PATH, "exec")
 
 
+def test_lines_are_counted_as_python_counts_them() -> None:
+    job = edited(TEMPLATE, ("import random\n", 'import random\n\nNOTE = "a\u2028b\x0cc"\n'))
+    job = edited(job, (EXACT_REWARD, LENIENT))
+    windows = code(job).replace("\n", "\r\n").encode()
+    for text in (job.files[TASKSET_PATH], windows):
+        one = Bundle.from_files({**job.files, TASKSET_PATH: text})
+        rubric = with_part(one, TEMPLATE, "rubric")
+        assert "a\u2028b\x0cc" in code(rubric)
+        assert "in trace.last_reply" not in code(rubric)
+        compile(code(rubric), TASKSET_PATH, "exec")
+
+
 @pytest.mark.parametrize(
     ("edits", "message"),
     [

@@ -19,7 +19,7 @@ def page(record: BenchRecord) -> str:
         f"replaced by the family template's; both jobs are trained and scored with the same seeds ({len(asked['seeds'])} of "
         f"training, {asked['items']} hidden items). `earned`: paired difference in `{asked['reward']}` reward, own minus "
         "swapped, with a 95 % cluster bootstrap interval; `by quality` and `by speed` add up to it. Alike: the job has the "
-        "template's part already and counts as 0. Not runnable: by the code of why, left out of n. Died: swapped jobs that "
+        "template's part already and counts as 0. Not runnable: by the code of why (`own.`: the job as it is), left out of n. Died: swapped jobs that "
         f"died in training, paid as such. {circumstances(record)}\n"
         f"{table(COLUMNS, rows_of(record.figures))}"
     )

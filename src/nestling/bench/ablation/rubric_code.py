@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ __all__ = ["RubricCode", "find_rubric", "graft"]
 
 _Method = ast.FunctionDef | ast.AsyncFunctionDef
 _BUILTINS: Final = frozenset(dir(builtins))
+_NEWLINE: Final = re.compile("\r\n|\r|\n")
+"""Where Python begins a new line; `str.splitlines` does so at more characters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,13 +114,13 @@ def graft(host: RubricCode, donor: RubricCode) -> str:
     kept = {one.name for one in host.task.body if isinstance(one, _Method)} - names
     if clash := sorted(kept & {one.name for one in donor.methods}):
         raise _inseparable(f"a method {clash[0]} is part of both")
-    lines = host.source.splitlines()
+    lines = _NEWLINE.split(host.source)
     first, last = _span(host.task)
     carried = [ast.unparse(one) for one in _carried(host, donor)]
     body = _body(donor.methods, lines[host.task.body[0].lineno - 1])
     removed = {number for one in host.methods for number in range(_span(one)[0], _span(one)[1] + 1)}
     inside = [lines[number] for number in range(first, last + 1) if number not in removed]
-    text = "\n".join([*lines[:first], *carried, *inside, *body, *lines[last + 1 :]]) + "\n"
+    text = "\n".join([*lines[:first], *carried, *inside, *body, *lines[last + 1 :]])
     if find_rubric({host.path: text.encode()}).used() != donor.used():
         raise _inseparable("the rubric would not be the same in the other job's file")
     return text
