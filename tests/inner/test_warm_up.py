@@ -1,5 +1,6 @@
 """Supervised steps before the training itself, and base models by recipe."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nestling.core.errors import ConfigError, JobFailedError
+from nestling.engine.chat import render_call
 from nestling.engine.tokenizer import Tokenizer
 from nestling.families.vocabulary import tokenizer as shipped_tokenizer
 from nestling.inner.models_config import ExtraModel, ModelsConfig, bounds_of, offered_bases
@@ -182,6 +184,62 @@ def test_only_the_models_own_turns_are_learned(tmp_path: Path) -> None:
     assert not any(row.sampled)
 
 
+class WorkedRowsEnv(TwoRowEnv):
+    """Every row is a worked example, the third with one call less; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[list[CallRequest]] = []
+        self.finals: list[FinalRequest] = []
+
+    def rows(self, limit: int) -> list[Row]:
+        calls = [render_call("f", {"n": 1}), render_call("f", {"n": 22})]
+        return [
+            Row(
+                index=index,
+                system_prompt="tools: calc",
+                prompt="start with 17.",
+                data_json=json.dumps({"turns": [*calls[index // 2 :], "ANSWER: 1"]}),
+            )
+            for index in range(min(limit, 3))
+        ]
+
+    def step(self, calls: list[CallRequest]) -> list[str | None]:
+        self.steps.append(list(calls))
+        return super().step(calls)
+
+    def score(self, finals: list[FinalRequest]) -> list[object]:
+        self.finals += finals
+        return super().score(finals)
+
+
+def test_worked_rows_are_played_side_by_side_with_the_token_counts_of_a_model(
+    tmp_path: Path,
+) -> None:
+    bundle = job('source = "rows"\n')
+    manifest = bundle.manifest(BOUNDS)
+    request = TrainRequest(
+        bundle=bundle, manifest=manifest, family=FAMILY, base_folder=tmp_path,
+        out_folder=tmp_path, seed=0,
+    )  # fmt: skip
+    env = WorkedRowsEnv()
+    rows = worked_examples(request, manifest.sft, shipped_tokenizer(), env)
+    assert [len(calls) for calls in env.steps] == [3, 2]
+    assert len(env.finals) == 3
+    for row, final in zip(rows, env.finals, strict=True):
+        calls = [
+            call for calls in env.steps for call in calls if call.rollout_id == final.rollout_id
+        ]
+        requests = [*calls, final]
+        ends = [
+            i + 1
+            for i, w in enumerate(row.ce_weights)
+            if w and not any(row.ce_weights[i + 1 : i + 2])
+        ]
+        assert [one.prompt_tokens + one.completion_tokens for one in requests] == ends
+        assert sum(one.completion_tokens for one in requests) == sum(row.ce_weights)
+
+
 def test_dev_examples_end_in_the_right_answer_and_are_public(tmp_path: Path) -> None:
     bundle = job("")
     manifest = bundle.manifest(BOUNDS)
@@ -250,8 +308,6 @@ def test_a_base_that_is_not_there_says_what_to_do(
 def test_a_base_with_shards_and_a_second_output_layer_is_scored(
     bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    import json
-
     from safetensors.torch import load_file, save_file
 
     from nestling.inner.pinned_base import PinnedBase

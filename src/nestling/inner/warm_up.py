@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from nestling.core.errors import JobFailedError
@@ -27,6 +27,7 @@ from nestling.jobs.manifest import Sft
 from nestling.jobs.opening import opening_ids
 from nestling.jobs.outcome import WarmUp
 from nestling.jobs.rollout_env import CallRequest, FinalRequest, RolloutEnv, RolloutStart
+from nestling.jobs.token_count import TokenCount
 from nestling.jobs.worked_rows import MAX_WORKED_ROWS, turns_of
 
 __all__ = ["DEV_EXAMPLES", "Supervise", "warm_up", "worked_examples"]
@@ -34,7 +35,7 @@ __all__ = ["DEV_EXAMPLES", "Supervise", "warm_up", "worked_examples"]
 DEV_EXAMPLES: Final = 64
 """Public dev items that a warm-up may use."""
 _MAX_OWN_EXAMPLES: Final = 256
-"""Worked rows of the job that are used; each is played turn by turn."""
+"""Worked rows of the job that are used."""
 
 Supervise = Callable[[Sequence[TrainRow], float], tuple[LossStats, StepStats]]
 """One optimiser step on rows with cross-entropy weights, at a learning rate."""
@@ -97,7 +98,10 @@ def worked_examples(
         JailError: from the environment.
     """
     schemas = None if tokenizer.is_closed else env.tool_schemas()
-    source = _dev_examples(request) if table.source == "dev" else _own_examples(env)
+    if table.source == "dev":
+        source = _dev_examples(request)
+    else:
+        source = iter(_own_examples(env, TokenCount(tokenizer, schemas or ())))
     rows = [_row(tokenizer, system, prompt, schemas, turns) for system, prompt, turns in source]
     if not rows:
         raise JobFailedError(
@@ -128,52 +132,95 @@ def _dev_examples(request: TrainRequest) -> Iterator[_Example]:
         yield item.system_prompt, item.prompt, [_Turn(one.turn, one.result) for one in exchanges]
 
 
-def _own_examples(env: RolloutEnv) -> list[_Example]:
-    turns: dict[int, list[str]] = {}
+def _own_examples(env: RolloutEnv, tokens: TokenCount) -> list[_Example]:
+    """The job's worked rows with the replies of its own tools, played side by side."""
+    worked: dict[int, list[str]] = {}
     for row in env.rows(MAX_WORKED_ROWS):
         try:
             found = turns_of(row)
         except ValueError as error:
             raise JobFailedError("sft.turns", f"{error}; correct the turns of your rows") from error
-        if found is not None and len(turns) < _MAX_OWN_EXAMPLES:
-            turns[row.index] = found
-    starts = env.reset(list(turns))
-    played = [
-        _play(env, start, index, texts)
-        for start, (index, texts) in zip(starts, turns.items(), strict=True)
+        if found is not None and len(worked) < _MAX_OWN_EXAMPLES:
+            worked[row.index] = found
+    calls = [_calls(index, texts) for index, texts in worked.items()]
+    playing = [
+        _Playing(start, index, texts, tokens.opening(start.system_prompt, start.prompt))
+        for start, (index, texts) in zip(env.reset(list(worked)), worked.items(), strict=True)
     ]
-    return [
-        (start.system_prompt, start.prompt, one) for start, one in zip(starts, played, strict=True)
-    ]
+    for number in range(max(map(len, calls), default=0)):
+        asking = [
+            (one, one.ask(made[number], tokens))
+            for one, made in zip(playing, calls, strict=True)
+            if number < len(made)
+        ]
+        for (one, _), reply in zip(asking, env.step([call for _, call in asking]), strict=True):
+            one.take(reply, tokens)
+    env.score([one.final(tokens) for one in playing])  # forgotten there; rewards say nothing here
+    return [(one.start.system_prompt, one.start.prompt, one.turns()) for one in playing]
 
 
-def _play(env: RolloutEnv, start: RolloutStart, index: int, texts: Sequence[str]) -> list[_Turn]:
-    """The turns with the replies of the job's own tools; every turn but the last must be one call."""
-    turns: list[_Turn] = []
+def _calls(index: int, texts: Sequence[str]) -> list[ToolCall]:
+    """Of a worked row: every turn but the last must be one call."""
+    calls: list[ToolCall] = []
     for text in texts[:-1]:
         call = parse_turn(text)
         if not isinstance(call, ToolCall):
             raise JobFailedError(
                 "sft.turns",
-                f"turn {len(turns) + 1} of row {index} is no tool call; expected one call in every "
+                f"turn {len(calls) + 1} of row {index} is no tool call; expected one call in every "
                 "turn but the last; write it as <tool_call>JSON</tool_call>",
             )
-        request = CallRequest(
-            rollout_id=start.rollout_id, text=text, name=call.name, arguments=call.arguments
-        )
-        (reply,) = env.step([request])
-        if reply is None:
-            raise JobFailedError(
-                "sft.turns", f"row {index} ends at turn {len(turns) + 1}; remove the turns after it"
-            )
-        turns.append(_Turn(text, reply))
+        calls.append(call)
     if not isinstance(parse_turn(texts[-1]), FinalAnswer):
         raise JobFailedError(
             "sft.turns", f"the last turn of row {index} is a tool call; expected the answer"
         )
-    final = FinalRequest(rollout_id=start.rollout_id, text=texts[-1], stop="done")
-    env.score([final])  # the environment forgets the rollout; its reward says nothing here
-    return [*turns, _Turn(texts[-1])]
+    return calls
+
+
+@dataclass(slots=True)
+class _Playing:
+    """A worked row in the job's environment, which is told what it is told of a model's rollout."""
+
+    start: RolloutStart
+    index: int
+    texts: Sequence[str]
+    read: int
+    """Tokens before the next turn."""
+    replies: list[str] = field(default_factory=list)
+
+    def ask(self, call: ToolCall, tokens: TokenCount) -> CallRequest:
+        text = self.texts[len(self.replies)]
+        return CallRequest(
+            rollout_id=self.start.rollout_id,
+            text=text,
+            name=call.name,
+            arguments=call.arguments,
+            prompt_tokens=self.read,
+            completion_tokens=tokens.turn(text),
+        )
+
+    def take(self, reply: str | None, tokens: TokenCount) -> None:
+        if reply is None:
+            number = len(self.replies) + 1
+            raise JobFailedError(
+                "sft.turns",
+                f"row {self.index} ends at turn {number}; remove the turns after it",
+            )
+        self.read += tokens.turn(self.texts[len(self.replies)]) + tokens.reply(reply)
+        self.replies.append(reply)
+
+    def final(self, tokens: TokenCount) -> FinalRequest:
+        return FinalRequest(
+            rollout_id=self.start.rollout_id,
+            text=self.texts[-1],
+            stop="done",
+            prompt_tokens=self.read,
+            completion_tokens=tokens.turn(self.texts[-1]),
+        )
+
+    def turns(self) -> list[_Turn]:
+        return [_Turn(*one) for one in zip(self.texts, [*self.replies, None], strict=True)]
 
 
 def _row(
