@@ -10,12 +10,15 @@ import pytest
 from click.testing import CliRunner
 
 from nestling.cli.report import command
+from nestling.config import load_recipe
 from nestling.core.errors import ConfigError, StoreError
+from nestling.families.registry import TRAINING
 from nestling.report.arc_data import write_arc_data
 from nestling.report.gather import gather, read_records
 from nestling.report.paired import by_task, paired_gain
 from nestling.report.published import redraw
 from nestling.report.published.plan import read_plan
+from nestling.report.published.quantities import QUANTITIES, Evidence
 
 RESULTS = Path(__file__).parents[2] / "results"
 KEPT = ("arc/arcs.toml", "pilots", "quick", "bench", "agents", "calibration")
@@ -99,11 +102,57 @@ def test_an_arc_is_shown_with_n_and_intervals(full, run_folder):
         by_task(data.episodes, "step-000004", data.training_families),
         by_task(data.episodes, "noop", data.training_families),
     )
-    assert rows["trained minus no-op, measured"][2].startswith(f"{over.mean:+.3f}"[:6])
+    assert rows["measured: trained minus no-op"][2].startswith(f"{over.mean:+.3f}"[:6])
     paired = rows["held out, last minus no-op, by the `paired` reward"][2]
     assert "n = 12, p = " in paired
     config_use = rows["a `[prime_rl]` key set, first → last"][2]
     assert config_use.startswith("1.000 [1.000, 1.000], n = ")
+
+
+def test_what_the_arc_did_not_measure_is_taken_from_the_measurement_made_apart(run_folder):
+    whole = gather(run_folder)
+    names = {"step-000004": "step-4-0123abcd", "untrained": "untrained-4567abcd"}
+    apart = replace(
+        whole,
+        training_families=(),
+        episodes=tuple(
+            replace(one, arm=names.get(one.arm, one.arm)) for one in whole.episodes if one.arm
+        ),
+    )
+    trained = whole.training_families
+    arc = replace(
+        whole,
+        episodes=tuple(one for one in whole.episodes if not one.arm or one.family not in trained),
+    )
+    by_key = {one.key: one for one in QUANTITIES}
+    for key in ("measured", "measured_untrained", "over_untrained", "over_template", "no_op"):
+        expected = by_key[key].ours(Evidence.of(whole, None))
+        assert "n = 24" in expected
+        assert by_key[key].ours(Evidence.of(arc, apart)) == expected
+    assert by_key["measured"].ours(Evidence.of(arc, None)) == "not measured"
+    assert "by the formula" in by_key["no_op"].ours(Evidence.of(arc, None))
+
+
+def test_planned_recipes_are_those_that_were_preregistered():
+    plan = {one.name: one for one in read_plan(RESULTS / "arc" / "arcs.toml").arcs}
+    text = (RESULTS / "arc" / "PREREGISTRATION.md").read_text("utf-8")
+    for one in plan.values():
+        recipe, *settings = one.recipe.replace("--set ", "").split()
+        config = load_recipe(RESULTS.parent / recipe, settings)
+        assert f"`{recipe}`" in text
+        assert config.outer.steps == 54
+        assert not set(config.families.training) & set(config.families.held_out)
+        assert "triage" not in config.families.training
+        jobs = config.outer.groups_per_step * config.outer.group_size
+        assert jobs == (40 if one.name == "main" else 16)
+        if one.kind == "leave_out":
+            [left_out] = config.families.held_out
+            assert left_out in one.title
+            assert sorted((*config.families.training, left_out)) == sorted(TRAINING)
+    main = load_recipe(RESULTS.parent / plan["main"].recipe)
+    assert main.outer.held_out.episodes >= 200
+    seeds = [plan[name].recipe for name in ("main", "cpu-1", "cpu-2")]
+    assert len(set(seeds)) == 3
 
 
 def test_figures_and_tables_of_an_arc_are_written(full, run_folder):

@@ -14,6 +14,7 @@ from nestling.report.gather import gather
 from nestling.report.listings import power_table, step_listing
 from nestling.report.page import write_figures
 from nestling.report.power import power_rows
+from nestling.report.published.found import Found
 from nestling.report.published.measurements import (
     agents_figure,
     job_response,
@@ -22,7 +23,7 @@ from nestling.report.published.measurements import (
     spread_figure,
     steps_figure,
 )
-from nestling.report.published.page import Found, results_page
+from nestling.report.published.page import results_page
 from nestling.report.published.plan import ArcPlan, read_plan
 from nestling.report.run_data import RunData
 from nestling.report.summary import summarise_run
