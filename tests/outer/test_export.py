@@ -27,6 +27,7 @@ from nestling.outer.player import HandleSampler
 from nestling.outer.store_log import StoreLog
 from nestling.store.group_commit import GroupCommit
 from nestling.store.run_store import RunStore
+from nestling.wiring.agents import load_agent
 
 from .conftest import TOKENIZER, tiny_model
 
@@ -193,6 +194,39 @@ async def test_adapter_is_a_peft_folder_with_its_base(make_run, base, tmp_path) 
         export(run, tmp_path / "wrong", base)
     assert not (tmp_path / "wrong").exists()
     shutil.rmtree(base)
+
+
+async def test_an_agent_trained_with_all_weights_as_the_nearest_adapter(
+    make_run, base, tmp_path
+) -> None:
+    run = await make_run()
+    whole = load_model(sorted((run / "learner").glob("step-*"))[-1])
+    distance = {}
+    for rank in (1, 8):
+        out = tmp_path / f"rank-{rank}"
+        done = export(run, out, base, rank=rank, adapter_only=True)
+        assert done.kind == "adapter"
+        assert {path.name for path in out.iterdir()}.isdisjoint({"base", "merged"})
+        assert f"{done.kept:.1%} of what changed" in (out / "README.md").read_text()
+        assert model_folder(str(out)) == out
+        back = load_agent(out, "cpu")
+        distance[rank] = float((back.weights.flat - whole.weights.flat).square().sum())
+        change = (whole.weights.flat - load_model(base).weights.flat).square().sum()
+        assert distance[rank] / float(change) == pytest.approx(1 - done.kept, abs=1e-3)
+    assert 0 < distance[8] < distance[1]
+    assert read_agent(f"embedded:{tmp_path / 'rank-1'}").arm.startswith("rank-1-")
+    other = tmp_path / "other"
+    other.mkdir()
+    file = "adapter_model.safetensors"
+    shutil.copyfile(tmp_path / "rank-1" / file, other / file)
+    with pytest.raises(ModelError, match="names no base model"):
+        load_agent(other, "cpu")
+
+
+async def test_an_adapter_is_not_made_into_another(make_run, base, tmp_path) -> None:
+    run = await make_run(lora_rank=4)
+    with pytest.raises(ConfigError, match="leave out --rank"):
+        export(run, tmp_path / "out", base, rank=2)
 
 
 async def test_what_cannot_be_exported_is_refused(make_run, base, tmp_path) -> None:

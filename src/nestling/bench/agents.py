@@ -21,14 +21,20 @@ from nestling.core.rundir import RunDir
 from nestling.outer.plan import EpisodePlan
 from nestling.outer.play import PlayPlan
 from nestling.outer.player import AgentPlayer
-from nestling.wiring.agents import agent_folder, episode_task, open_learner, reference_policy
+from nestling.wiring.agents import (
+    ADAPTER_FILE,
+    WEIGHTS_FILE,
+    agent_folder,
+    episode_task,
+    open_learner,
+    reference_policy,
+)
 
 __all__ = ["REFERENCES", "AgentSpec", "model_folder", "open_agent", "read_agent"]
 
 REFERENCES: Final = ("noop", "random", "template", "oracle")
 _EMBEDDED: Final = "embedded"
 _ENDPOINT: Final = "endpoint:"
-_WEIGHTS: Final = "model.safetensors"
 _MERGED: Final = "merged"
 """Whole weights inside an exported adapter."""
 
@@ -71,7 +77,9 @@ def read_agent(text: str) -> AgentSpec:
             f"embedded:FOLDER with a model or a run, or endpoint:URL#MODEL; check the spelling"
         )
     folder = model_folder(where) if where else agent_folder(AgentConfig().model)
-    digest = hashlib.sha256((folder / _WEIGHTS).read_bytes()).hexdigest()
+    weights = folder / WEIGHTS_FILE
+    file = weights if weights.is_file() else folder / ADAPTER_FILE
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
     name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name)
     return AgentSpec(label=text, arm=f"{name}-{digest[:8]}", folder=folder)
 
@@ -141,18 +149,18 @@ def model_folder(where: str) -> Path:
     """
     folder = agent_folder(where)
     if (folder / "run.db").is_file():
-        saved = sorted(folder.glob(f"learner/step-*/{_WEIGHTS}"))
+        saved = sorted(folder.glob(f"learner/step-*/{WEIGHTS_FILE}"))
         if not saved:
             raise ConfigError(
                 f"the run {folder} has saved no agent with all its weights; expected "
-                f"{folder}/learner/step-*/{_WEIGHTS}; let the run make a step, export an adapter "
+                f"{folder}/learner/step-*/{WEIGHTS_FILE}; let the run make a step, export an adapter "
                 f"with `nestling export`, or name a model folder"
             )
         return saved[-1].parent
-    if (folder / "adapter_config.json").is_file() and (folder / _MERGED / _WEIGHTS).is_file():
-        return folder / _MERGED
-    if not (folder / _WEIGHTS).is_file():
+    if (folder / ADAPTER_FILE).is_file():
+        return folder / _MERGED if (folder / _MERGED / WEIGHTS_FILE).is_file() else folder
+    if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(
-            f"{folder} has no {_WEIGHTS}; expected a model folder or a run folder; check the path"
+            f"{folder} has no {WEIGHTS_FILE}; expected a model folder or a run folder; check the path"
         )
     return folder

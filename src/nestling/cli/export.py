@@ -24,8 +24,15 @@ __all__ = ["command"]
     help="A folder that does not exist yet.",
 )
 @click.option("--adapter-only", is_flag=True, help="For an adapter: leave out base/ and merged/.")
+@click.option(
+    "--rank",
+    type=click.IntRange(1, 1024),
+    help="Write an agent trained with all weights as the nearest adapter of this rank.",
+)
 @json_option
-def command(run: Path, step: int | None, out: Path, adapter_only: bool, as_json: bool) -> int:
+def command(
+    run: Path, step: int | None, out: Path, adapter_only: bool, rank: int | None, as_json: bool
+) -> int:
     """Write the agent of RUN as a Hugging Face folder, or as a PEFT folder when it is an adapter.
 
     The README.md in it says how the agent was made and what it scores, from the run itself.
@@ -40,9 +47,11 @@ def command(run: Path, step: int | None, out: Path, adapter_only: bool, as_json:
         find_base=agent_folder,
         step=step,
         adapter_only=adapter_only,
+        rank=rank,
         command=shlex.join(["nestling", *sys.argv[1:]]),
     )
-    click.echo(f"{done.kind} of step {done.step}, {done.params:,} parameters: {done.folder}")
+    kept = "" if done.kept == 1.0 else f", {done.kept:.1%} of what training changed"
+    click.echo(f"{done.kind} of step {done.step}, {done.params:,} parameters{kept}: {done.folder}")
     if as_json:
         print_json(
             {
@@ -51,6 +60,7 @@ def command(run: Path, step: int | None, out: Path, adapter_only: bool, as_json:
                 "step": done.step,
                 "version": done.version,
                 "params": done.params,
+                "kept": round(done.kept, 4),
             }
         )
     return 0

@@ -25,10 +25,18 @@ from nestling.engine.config import ModelConfig
 from nestling.engine.params import Adapter
 from nestling.engine.weights import Weights, parts
 
-__all__ = ["LoraConfig", "LoraWeights", "load_adapter", "save_adapter"]
+__all__ = [
+    "LoraConfig",
+    "LoraWeights",
+    "adapter_base",
+    "load_adapter",
+    "nearest_adapter",
+    "save_adapter",
+]
 
 _MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _PREFIX = "base_model.model."
+_CONFIG_FILE = "adapter_config.json"
 
 
 class LoraConfig(Frozen):
@@ -67,7 +75,7 @@ class LoraWeights:
 
     def __init__(self, config: ModelConfig, lora: LoraConfig, flat: Tensor) -> None:
         self.config, self.lora = config, lora
-        self._pairs, size = _pairs(config, lora)
+        self.pairs, size = _pairs(config, lora)
         if flat.dim() != 2 or flat.shape[1] != size:
             raise ConfigError(
                 f"flat adapters have shape {tuple(flat.shape)}; expected [jobs, {size}]"
@@ -106,7 +114,7 @@ class LoraWeights:
     def views(self, flat: Tensor | None = None) -> dict[str, Tensor]:
         """Matrices by PEFT name (`...q_proj.lora_A.weight` [J, r, in], `lora_B` [J, out, r])."""
         source, rank, found = self.flat if flat is None else flat, self.lora.rank, {}
-        for pair in self._pairs:
+        for pair in self.pairs:
             middle = pair.offset + rank * pair.in_size
             end = middle + rank * pair.out_size
             jobs = source.shape[0]
@@ -120,7 +128,7 @@ class LoraWeights:
     def matrices(self) -> list[tuple[int, int, int]]:
         """(offset, rows, columns) of every matrix inside `flat`."""
         rank, found = self.lora.rank, []
-        for pair in self._pairs:
+        for pair in self.pairs:
             found.append((pair.offset, rank, pair.in_size))
             found.append((pair.offset + rank * pair.in_size, pair.out_size, rank))
         return found
@@ -130,7 +138,7 @@ class LoraWeights:
         source = views or {name: view.detach() for name, view in self.views().items()}
         scale = self.lora.alpha / self.lora.rank
         found: dict[str, tuple[Adapter, ...]] = {}
-        for pair in self._pairs:
+        for pair in self.pairs:
             one = Adapter(
                 pair.start_row,
                 source[pair.module + ".lora_A.weight"],
@@ -168,14 +176,48 @@ class LoraWeights:
         return cls(many[0].config, many[0].lora, torch.cat([one.flat.detach() for one in many]))
 
 
+def nearest_adapter(base: Weights, trained: Weights, rank: int) -> tuple[LoraWeights, float]:
+    """The adapter (J = 1) closest to what training changed, and the share of the change that it holds.
+
+    Per projection the best one of this rank in the Frobenius norm: the change's largest singular values
+    (Eckart and Young 1936, Psychometrika 1, 211-218). Embeddings and norms stay the base's. The share is one
+    minus what is missing over the whole change, both as sums of squares over all weights.
+
+    Raises:
+        ConfigError: not the same shape, or not one job each.
+    """
+    if base.config != trained.config or base.num_jobs != 1 or trained.num_jobs != 1:
+        raise ConfigError("expected two models of one shape, one job each")
+    lora = LoraConfig(rank=rank, alpha=float(rank))
+    adapter = LoraWeights(base.config, lora, torch.zeros(1, LoraWeights.size(base.config, lora)))
+    views, old, new = adapter.views(), base.views(), trained.views()
+    kept = 0.0
+    for pair in adapter.pairs:
+        rows = slice(pair.start_row, pair.start_row + pair.out_size)
+        change = (new[pair.slot][0, rows] - old[pair.slot][0, rows]).detach().double().cpu()
+        left, values, right = torch.linalg.svd(change, full_matrices=False)
+        count = min(rank, len(values))
+        root = values[:count].sqrt()
+        views[pair.module + ".lora_A.weight"][0, :count] = root[:, None] * right[:count]
+        views[pair.module + ".lora_B.weight"][0, :, :count] = left[:, :count] * root
+        kept += float(values[:count].square().sum())
+    whole = float((trained.flat.detach().double() - base.flat.detach().double()).square().sum())
+    return adapter, kept / whole if whole else 1.0
+
+
 def save_adapter(
-    folder: Path | str, adapter: LoraWeights, *, job: int = 0, base_model: str = ""
+    folder: Path | str,
+    adapter: LoraWeights,
+    *,
+    job: int = 0,
+    base_model: str = "",
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write one job's adapter as a PEFT folder."""
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     tensors = {
-        _PREFIX + name: view[job].detach().to("cpu", copy=True).contiguous()
+        _PREFIX + name: view[job].detach().to("cpu", dtype, copy=True).contiguous()
         for name, view in adapter.views().items()
     }
     save_file(tensors, root / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -191,7 +233,16 @@ def save_adapter(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (root / "adapter_config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    (root / _CONFIG_FILE).write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+
+
+def adapter_base(folder: Path) -> str:
+    """Name or path of the model that the adapter in a PEFT folder belongs to; ModelError when it names none."""
+    try:
+        name = json.loads((folder / _CONFIG_FILE).read_text("utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder}/{_CONFIG_FILE} names no base model: {error}") from error
+    return str(name)
 
 
 def load_adapter(
@@ -204,7 +255,7 @@ def load_adapter(
     root = Path(folder)
     path = root / "adapter_model.safetensors"
     try:
-        raw = json.loads((root / "adapter_config.json").read_text(encoding="utf-8"))
+        raw = json.loads((root / _CONFIG_FILE).read_text(encoding="utf-8"))
         lora = LoraConfig(
             rank=raw["r"],
             alpha=raw["lora_alpha"],

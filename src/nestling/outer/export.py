@@ -1,7 +1,8 @@
 """A run's trained agent as a folder that other software loads, with a card written from the run.
 
 All weights: a Hugging Face model folder. An adapter: a PEFT folder, with the model it belongs to in
-`base/` and both together in `merged/`, so that it can be used without PEFT too.
+`base/` and both together in `merged/`, so that it can be used without PEFT too. An agent trained with
+all weights can be written as the adapter nearest to it as well, which is small and not the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Final, Literal
 
 from nestling.core.errors import ConfigError, ModelError
 from nestling.engine.checkpoint import Model, load_model, save_model
-from nestling.engine.lora import LoraWeights, load_adapter, save_adapter
+from nestling.engine.lora import LoraWeights, load_adapter, nearest_adapter, save_adapter
 from nestling.outer.export_card import CardFacts, read_facts, render_card
 from nestling.outer.store_log import Checkpoint, checkpoints
 from nestling.store import RunStore
@@ -41,6 +42,8 @@ class Exported:
     """Updates in the weights."""
     params: int
     """Of the whole model, or of the adapter."""
+    kept: float = 1.0
+    """Share of what training changed that an adapter made of all weights holds; see `nearest_adapter`."""
 
 
 def export_agent(
@@ -50,13 +53,15 @@ def export_agent(
     find_base: Callable[[str], Path],
     step: int | None = None,
     adapter_only: bool = False,
+    rank: int | None = None,
     command: str = "",
 ) -> Exported:
     """Write the agent after `step` (None: the newest saved one) to `out`, which must not exist yet.
 
     `find_base` gives the folder of the model that the recipe calls by this name; an adapter needs it,
     and it lends tokenizer files and licence to all. With `adapter_only`, `base/` and `merged/` are
-    left out. The folder appears by one rename.
+    left out, and the adapter names its base as the recipe does. `rank` makes an adapter of an agent that
+    was trained with all weights. The folder appears by one rename.
 
     Raises:
         ConfigError: no run, no such step, `out` exists, or the base is missing.
@@ -81,11 +86,26 @@ def export_agent(
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
     try:
+        kept = 1.0
         if (source / _ADAPTER).is_dir():
-            kind, params = "adapter", _write_adapter(source, base, fresh, adapter_only=adapter_only)
+            if rank is not None:
+                raise ConfigError(
+                    f"{run} trained an adapter, whose rank is in its recipe; expected a run with all "
+                    f"weights; leave out --rank"
+                )
+            began = _began_with(source, base)
+            adapter = load_adapter(source / _ADAPTER, began.config)
+        elif rank is not None:
+            began = _began_with(source, base)
+            adapter, kept = nearest_adapter(began.weights, load_model(source).weights, rank)
         else:
+            adapter = None
+        if adapter is None:
             kind, params = "model", _write_model(load_model(source), base, fresh)
-        _describe(fresh, facts, kind=kind, params=params, base=base, command=command)
+        else:
+            name = recipe["agent"]["model"] if adapter_only else f"./{BASE}"
+            kind, params = "adapter", _write_adapter(began, adapter, base, fresh, name=name)
+        _describe(fresh, facts, kind=kind, params=params, kept=kept, base=base, command=command)
         fresh.rename(out)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -95,6 +115,7 @@ def export_agent(
         step=saved.step,
         version=saved.version,
         params=params,
+        kept=kept,
     )
 
 
@@ -139,10 +160,11 @@ def _write_model(model: Model, base: Path | None, out: Path) -> int:
     return int(model.weights.flat.shape[1])
 
 
-def _write_adapter(source: Path, base: Path | None, out: Path, *, adapter_only: bool) -> int:
+def _began_with(source: Path, base: Path | None) -> Model:
+    """The model that the run which saved `source` began with."""
     if base is None:
         raise ConfigError(
-            f"{source} is an adapter, and the model it belongs to is not here; expected agent.model "
+            f"{source} needs the model that the run began with, which is not here; expected agent.model "
             f"of the run's config.toml; put that model back, or export where it is"
         )
     model = load_model(base)
@@ -159,15 +181,20 @@ def _write_adapter(source: Path, base: Path | None, out: Path, *, adapter_only: 
             f"{base} holds other weights ({found[:12]}) than the run began with "
             f"({str(began)[:12]}); expected the same; put the old ones back"
         )
-    adapter: LoraWeights = load_adapter(source / _ADAPTER, model.config)
-    # With ./ it can never be taken for the name of a model on a hub.
-    save_adapter(out, adapter, base_model=f"./{BASE}")
-    model.tokenizer.save(out)
+    return model
+
+
+def _write_adapter(
+    began: Model, adapter: LoraWeights, base: Path | None, out: Path, *, name: str
+) -> int:
+    """Under the name `./base` with the models beside it; else the adapter alone."""
+    save_adapter(out, adapter, base_model=name)
+    began.tokenizer.save(out)
     _copy_tokenizer(base, out)
-    if not adapter_only:
-        _write_model(model, base, out / BASE)
+    if name == f"./{BASE}":  # with ./ it can never be taken for the name of a model on a hub
+        _write_model(began, base, out / BASE)
         both = Model(
-            config=model.config, weights=model.weights, tokenizer=model.tokenizer, lora=adapter
+            config=began.config, weights=began.weights, tokenizer=began.tokenizer, lora=adapter
         )
         _write_model(both, base, out / MERGED)
     return int(adapter.flat.shape[1])
@@ -181,10 +208,20 @@ def _copy_tokenizer(base: Path | None, out: Path) -> None:
 
 
 def _describe(
-    out: Path, facts: CardFacts, *, kind: str, params: int, base: Path | None, command: str
+    out: Path,
+    facts: CardFacts,
+    *,
+    kind: str,
+    params: int,
+    kept: float,
+    base: Path | None,
+    command: str,
 ) -> None:
     """The card, the recipe, and the temperature that belongs to the agent."""
-    card = render_card(facts, kind=kind, params=params, base=base, command=command)
+    alone = kind == "adapter" and not (out / BASE).is_dir()
+    card = render_card(
+        facts, kind=kind, params=params, kept=kept, alone=alone, base=base, command=command
+    )
     (out / "README.md").write_text(card, encoding="utf-8")
     (out / "recipe.toml").write_text(facts.recipe_text, encoding="utf-8")
     for path in (out / "generation_config.json", out / MERGED / "generation_config.json"):

@@ -77,9 +77,20 @@ def read_facts(store: RunStore, recipe: dict[str, Any], *, step: int, version: i
 
 
 def render_card(
-    facts: CardFacts, *, kind: str, params: int, base: Path | None, command: str
+    facts: CardFacts,
+    *,
+    kind: str,
+    params: int,
+    base: Path | None,
+    command: str,
+    kept: float = 1.0,
+    alone: bool = False,
 ) -> str:
-    """The card as Markdown with the front matter that model hubs read."""
+    """The card as Markdown with the front matter that model hubs read.
+
+    `kept` below 1: the adapter is the nearest to a training of all weights, and holds that share of its
+    change. `alone`: the base is not beside the adapter.
+    """
     licence = _licence(base)
     library = "peft" if kind == "adapter" else "transformers"
     name = facts.meta.get("run.name", "agent")
@@ -92,15 +103,24 @@ def render_card(
         f"An agent that writes training jobs for small models through tool calls: {what} of "
         f"{params:,} parameters, {facts.version} updates on top of `{base_name}`. Sample it at "
         f"temperature {_or_unknown(facts.temperature)}, which is part of its definition.",
+        *_nearness(kept),
         "## Scores\n" + "\n".join(_scores(facts)),
         "## How it was made\n" + "\n".join(_making(facts, licence)),
-        "## Use\n" + _use(kind),
+        "## Use\n" + _use(kind, base_name if alone else None),
         "## Commands\n```sh\nnestling run recipe.toml"
         + (f"\n{command}" if command else "")
         + "\n```",
         f"## Recipe\n```toml\n{facts.recipe_text.strip()}\n```",
     )
     return "\n\n".join(sections) + "\n"
+
+
+def _nearness(kept: float) -> Iterator[str]:
+    if kept < 1.0:
+        yield (
+            f"The run trained all weights. This is the nearest adapter: it holds {kept:.1%} of what changed "
+            f"(sum of squares over all weights), and the scores below are those of all weights."
+        )
 
 
 def _scores(facts: CardFacts) -> Iterator[str]:
@@ -189,17 +209,20 @@ def _making(facts: CardFacts, licence: str | None) -> Iterator[str]:
     yield f"- Licence: {licence or 'that of the model it was trained from, which states none here'}."
 
 
-def _use(kind: str) -> str:
-    inner = "/merged" if kind == "adapter" else ""
-    lines = [
-        "```sh",
-        "nestling serve FOLDER                        # OpenAI-compatible, with tools",
+def _use(kind: str, base_name: str | None) -> str:
+    """`base_name`: the model that an adapter without its base belongs to, as a recipe names it."""
+    lines = ["```sh"]
+    if base_name is None:
+        lines += ["nestling serve FOLDER                        # OpenAI-compatible, with tools"]
+    lines += [
         "nestling eval-agent --agents embedded:FOLDER",
-        f"nestling run RECIPE --set agent.model=FOLDER{inner}",
-        "```",
-        "```python",
-        "from transformers import AutoModelForCausalLM",
+        "nestling run RECIPE --set agent.model=FOLDER",
     ]
+    if base_name is not None:
+        return "\n".join(
+            [*lines, "```", f"The base is `{base_name}`, which Nestling finds by that name."]
+        )
+    lines += ["```", "```python", "from transformers import AutoModelForCausalLM"]
     if kind == "adapter":
         lines += [
             "from peft import PeftModel",

@@ -23,6 +23,7 @@ from nestling.store import GroupCommit
 
 if TYPE_CHECKING:
     from nestling.agent.chat_template import ChatTemplate
+    from nestling.engine.model import Model
     from nestling.engine.tokenizer import Tokenizer
     from nestling.outer.learners.embedded import EmbeddedLearner
     from nestling.outer.learners.tinker import TinkerLearner
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
     from nestling.outer.learners.tinker_open import Finding
 
 __all__ = [
+    "ADAPTER_FILE",
     "AGENTS_FOLDER",
+    "WEIGHTS_FILE",
     "Agent",
     "agent_folder",
     "episode_task",
     "learner_findings",
+    "load_agent",
     "open_agent",
     "open_learner",
     "reference_policy",
@@ -42,14 +46,15 @@ __all__ = [
 
 
 AGENTS_FOLDER: Final = Path(__file__).parents[1] / "agent" / "weights"
+WEIGHTS_FILE: Final = "model.safetensors"
+ADAPTER_FILE: Final = "adapter_model.safetensors"
 
 
 def open_learner(config: RunConfig, run: RunDir) -> EmbeddedLearner:
     """The agent as a learner in this process; its states are kept in the run folder."""
-    from nestling.engine.checkpoint import load_model
     from nestling.outer.learners.embedded import EmbeddedLearner
 
-    model = load_model(agent_folder(config.agent.model), config.agent.device)
+    model = load_agent(agent_folder(config.agent.model), config.agent.device)
     settings = config.learner if isinstance(config.learner, EmbeddedConfig) else EmbeddedConfig()
     sessions = max(settings.num_sessions, config.outer.max_parallel_episodes)
     return EmbeddedLearner(
@@ -121,6 +126,24 @@ def agent_folder(name: str) -> Path:
     raise ConfigError(
         f"no agent {name!r}; expected one of {', '.join(known)}, or a model folder; check agent.model"
     )
+
+
+def load_agent(folder: Path, device: str) -> Model:
+    """The model in a folder: whole weights, or an adapter merged into the model that it names.
+
+    Raises:
+        ConfigError: the base of an adapter is not here.
+        ModelError: the folder is damaged, or the adapter is of another model.
+    """
+    from nestling.engine.checkpoint import load_model
+    from nestling.engine.lora import adapter_base, load_adapter
+
+    if (folder / WEIGHTS_FILE).is_file() or not (folder / ADAPTER_FILE).is_file():
+        return load_model(folder, device)
+    named = adapter_base(folder)
+    model = load_model(folder / named if (folder / named).is_dir() else agent_folder(named), device)
+    model.weights = load_adapter(folder, model.config, device).merged(model.weights)
+    return model
 
 
 def episode_task(config: RunConfig, plan: EpisodePlan) -> EpisodeTask:
