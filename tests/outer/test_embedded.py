@@ -273,6 +273,16 @@ async def test_full_disk_is_said_and_leaves_the_old_state(embedded, tmp_path):
     assert json.loads((tmp_path / "states/a/state.json").read_text()) == before
 
 
+async def test_a_crash_while_a_state_is_replaced_leaves_the_old_one(embedded, tmp_path):
+    """Between two renames there is none of that name."""
+    learner = embedded()
+    await learner.save("a")
+    (tmp_path / "states/a").rename(tmp_path / "states/.old-a")
+    await learner.load("a")
+    await learner.save("a")
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["a"]
+
+
 async def test_closed_learner_says_so(embedded):
     learner = embedded()
     handle = await learner.publish()

@@ -1,7 +1,8 @@
 """One folder per saved learner: a Hugging Face model (or a PEFT adapter), optimiser, version.
 
 `<name>/model.safetensors` ... (or `<name>/adapter/`), `<name>/optimizer.safetensors`, `<name>/state.json`.
-A folder appears by one rename, after everything in it is on disk.
+A folder appears by one rename, after everything in it is on disk. One that is replaced is called `.old-<name>` for a
+moment; a crash in it is made good when the state is read.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _OPTIMIZER = "optimizer.safetensors"
 _INFO = "state.json"
 _ADAPTER = "adapter"
+_OLD = ".old-"
 
 
 class StateInfo(Frozen):
@@ -51,7 +53,7 @@ def write_state(
     """Write `name` below `folder`, replacing what has that name; raises `LearnerError`."""
     if not _NAME.fullmatch(name):
         raise LearnerError(f"{name!r} cannot name a saved state; use letters, digits, . _ and -")
-    target, fresh, old = (folder / f"{prefix}{name}" for prefix in ("", ".new-", ".old-"))
+    target, fresh, old = (folder / f"{prefix}{name}" for prefix in ("", ".new-", _OLD))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(fresh, ignore_errors=True)
@@ -81,6 +83,8 @@ def read_info(folder: Path, name: str) -> StateInfo:
     """What is saved under `name`; raises `LearnerError`."""
     path = folder / name / _INFO
     try:
+        if not path.parent.exists() and (old := folder / f"{_OLD}{name}").exists():
+            old.rename(path.parent)
         return StateInfo.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, ValidationError) as error:
         raise LearnerError(
