@@ -12,7 +12,7 @@ from nestling.inner.train_settings import (
     rate_at,
     sampling_for,
 )
-from nestling.jobs.bounds import KEYS
+from nestling.jobs.bounds import SMALL
 from nestling.jobs.manifest import JobManifest, PrimeRl
 
 NO_EFFECT = {
@@ -80,7 +80,7 @@ def effect(settings: PrimeRl) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("name", [key.name for key in KEYS])
+@pytest.mark.parametrize("name", [key.name for key in SMALL.keys])
 def test_every_key_of_the_table_reaches_the_engine(name: str) -> None:
     if name in NO_EFFECT or name in ELSEWHERE:
         return

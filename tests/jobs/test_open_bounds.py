@@ -8,7 +8,6 @@ from nestling.core.errors import ConfigError, JobRejectedError
 from nestling.jobs.bounds import (
     OPEN,
     SMALL,
-    bounds_for,
     bounds_line,
     bounds_table_markdown,
     manifest_json_schema,
@@ -26,7 +25,6 @@ def problems_of(text, bounds=OPEN):
 
 
 def test_every_default_is_within_its_bounds():
-    assert bounds_for("open") is OPEN
     assert set(Sft.model_fields) == {key.name for key in OPEN.sft}
     manifest = parse_manifest(HEAD, OPEN)
     assert manifest.prime_rl.model_dump() == OPEN.defaults()

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 __all__ = [
-    "KEYS",
     "LARGE",
     "MAX_ROLLOUTS",
     "OPEN",
@@ -23,7 +22,6 @@ __all__ = [
     "Key",
     "Kind",
     "Scale",
-    "bounds_for",
     "bounds_line",
     "bounds_table_markdown",
     "manifest_json_schema",
@@ -483,14 +481,6 @@ OPEN = Bounds(
     sft=_SFT_KEYS,
 )
 """For open models trained by this package; a recipe puts its own base models in."""
-
-KEYS: tuple[Key, ...] = SMALL.keys
-"""The table of the default scale."""
-
-
-def bounds_for(scale: Scale) -> Bounds:
-    """The table of a scale."""
-    return {"small": SMALL, "open": OPEN, "large": LARGE}[scale]
 
 
 def bounds_line(bounds: Bounds = SMALL) -> str:
