@@ -8,7 +8,6 @@ and reaped. The exit code is the program's; 128 + n for signal n.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -19,9 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from nestling.jobs.jail_confine import set_process_option
+
 __all__ = ["main"]
 
-_PR_SET_CHILD_SUBREAPER: Final = 36
 _PARENT_FIELD: Final = 1
 """Of /proc/<pid>/stat after the command's closing bracket."""
 
@@ -29,7 +29,7 @@ _PARENT_FIELD: Final = 1
 def main() -> None:
     """Never returns."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        set_process_option("child_subreaper", 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked decides when to stop
     signal.signal(signal.SIGTERM, lambda *_: _end(128 + signal.SIGTERM))
     program = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)  # noqa: S603 (all it is for)
