@@ -24,7 +24,6 @@ from nestling.families.splits import HiddenSplit
 from nestling.inner.disk import writing
 from nestling.inner.model_folder import folder_digest
 from nestling.inner.scorer import Scorer
-from nestling.inner.statistics import Interval, mean_interval
 
 __all__ = ["Baseline", "Baselines", "state_folder"]
 
@@ -51,10 +50,6 @@ class Baseline(Frozen):
     def mean(self) -> float:
         """Share of correct items."""
         return sum(self.correct) / len(self.correct)
-
-    def interval(self) -> Interval:
-        """Score with its 95 % interval."""
-        return mean_interval([float(correct) for correct in self.correct])
 
 
 def state_folder() -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from nestling.core.clock import Clock, SystemClock
-from nestling.core.errors import JailError, JobFailedError, JobRejectedError
+from nestling.core.errors import JobFailedError, JobRejectedError
 from nestling.core.seeds import derive_seed
 from nestling.families.splits import HiddenSplit
 from nestling.inner.baselines import Baseline, Baselines
@@ -75,8 +75,6 @@ def run_job(bundle: Bundle, family: str, context: InnerContext, log: StepLog) ->
         run.train()
         run.post_score()
     except JobFailedError as error:
-        return run.failed(error.reason, error.detail)
-    except JailError as error:
         return run.failed(error.reason, error.detail)
     except JobRejectedError as error:
         return run.failed("job.rejected", str(error))
@@ -147,7 +145,7 @@ class _JobRun:
         try:
             self._trained = context.trainer.train(request, self._note_step)
             self._train_cpu_s = self._trained.cpu_s
-        except (JobFailedError, JailError):
+        except JobFailedError:
             self._train_cpu_s = meter.elapsed_s()
             raise
 

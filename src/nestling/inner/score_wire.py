@@ -66,7 +66,6 @@ class Ready(Frozen):
     fingerprint: str
     commitments: dict[str, str]
     """Split to public commitment."""
-    cpu_s: float
 
 
 class ScoreReply(Frozen):

@@ -75,7 +75,6 @@ class Scoring:
                 "" if self._serving is None else self._serving.fingerprint(),
             ),
             commitments={split: commitment(self._secret, split) for split in HIDDEN},
-            cpu_s=time.process_time(),
         )
 
     def score(self, request: ScoreRequest) -> ScoreReply:
