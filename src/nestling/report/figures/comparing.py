@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from nestling.outer.stats import Estimate
 from nestling.report.compare import Compared, Difference
 from nestling.report.figures.drawing import (
     BLUE,
@@ -20,12 +19,20 @@ from nestling.report.figures.drawing import (
     panels,
     steps_axis,
 )
-from nestling.report.run_data import StepRow
+from nestling.report.figures.measures import (
+    JOB_SUCCESS,
+    REWARD,
+    UPLIFT,
+    VALIDITY,
+    Measure,
+    draw_lines,
+    step_numbers,
+)
+from nestling.report.levels import levels
 from nestling.report.table import Cell, Table, estimate_cells, estimate_columns
 
 __all__ = ["compare_all"]
 
-_Get = Callable[[StepRow], Estimate | None]
 _BANDS = "Bands: 95 % intervals over the groups of a step; they say nothing about another seed."
 
 
@@ -36,39 +43,41 @@ def compare_all(runs: Sequence[Compared], differences: Sequence[Difference]) -> 
 
 def _drawn(runs: Sequence[Compared], differences: Sequence[Difference]) -> Iterator[Drawing]:
     if any(run.data.steps for run in runs):
-        yield _curves(runs, _reward, "compare_reward", "Reward", "reward")
-        yield _curves(runs, _uplift, "compare_uplift", "Uplift", "post − best_pre", zero=True)
-        yield _curves(runs, lambda row: row.validity, "compare_validity", "Valid jobs", "share")
-        yield _curves(
-            runs, lambda row: row.job_success, "compare_jobs", "Accepted jobs that trained", "share"
-        )
+        yield _curves(runs, REWARD, "compare_reward", "Reward")
+        yield _curves(runs, UPLIFT, "compare_uplift", "Uplift", zero=True)
+        yield _curves(runs, VALIDITY, "compare_validity", "Valid jobs")
+        yield _curves(runs, JOB_SUCCESS, "compare_jobs", "Accepted jobs that end scored")
     if any(one.difference for one in differences):
         yield _differences(differences)
 
 
 def _curves(
-    runs: Sequence[Compared], get: _Get, name: str, title: str, ylabel: str, *, zero: bool = False
+    runs: Sequence[Compared], measure: Measure, name: str, title: str, *, zero: bool = False
 ) -> Drawing:
     rows: list[tuple[Cell, ...]] = []
     with panels() as (canvas, [axes]):
         for index, run in enumerate(runs):
-            steps = [row.step for row in run.data.steps]
-            values = [get(row) for row in run.data.steps]
+            steps = step_numbers(run.data)
+            values = [measure.of_step(row) for row in run.data.steps]
             band(axes, steps, values, run.label, SERIES[index % len(SERIES)])
             rows += [
                 (run.label, step, *estimate_cells(value))
                 for step, value in zip(steps, values, strict=True)
             ]
+        first = runs[0]
+        found = levels(first.data, measure.of_episode, measure.name)
+        draw_lines(axes, step_numbers(first.data), found)
+        about = f" Lines: reference policies as {first.label} measured them." if found else ""
         if zero:
-            axes.axhline(0.0, color=GREY, linewidth=1.2, linestyle="--")
-        axes.set_ylabel(ylabel)
+            axes.axhline(0.0, color=GREY, linewidth=0.8)
+        axes.set_ylabel(measure.label)
         steps_axis(axes, [row.step for run in runs for row in run.data.steps])
         legend(axes)
         return drawing(
             canvas,
             name,
             title,
-            f"By outer step of each run. {_BANDS}",
+            f"By outer step of each run. {_BANDS}{about}",
             Table(columns=("run", "step", *estimate_columns(name)), rows=rows),
         )
 
@@ -95,11 +104,3 @@ def _differences(differences: Sequence[Difference]) -> Drawing:
             "task, 95 % intervals.",
             Table(columns=columns, rows=rows),
         )
-
-
-def _reward(row: StepRow) -> Estimate | None:
-    return row.report.summary.reward if row.report.summary else None
-
-
-def _uplift(row: StepRow) -> Estimate | None:
-    return row.report.summary.uplift if row.report.summary else None

@@ -15,9 +15,17 @@ from nestling.report.table import Cell, Table, estimate_cells, estimate_columns
 
 __all__ = [
     "BANDS",
+    "FIRST_TRY",
+    "JOB_SUCCESS",
     "LINES",
     "OTHER_LOOK",
+    "POST",
     "REFERENCE_LOOKS",
+    "REWARD",
+    "SCORED_QUALITY",
+    "TERMS",
+    "UPLIFT",
+    "VALIDITY",
     "Measure",
     "draw_lines",
     "draw_measure",
@@ -47,6 +55,45 @@ class Measure:
     label: str
     of_step: Callable[[StepRow], Estimate | None]
     of_episode: Callable[[EpisodeRow], float | None]
+
+
+def _reward_of(row: StepRow) -> Estimate | None:
+    return row.report.summary.reward if row.report.summary else None
+
+
+def _uplift_of(row: StepRow) -> Estimate | None:
+    return row.report.summary.uplift if row.report.summary else None
+
+
+REWARD = Measure("reward", "reward", _reward_of, lambda one: one.reward)
+UPLIFT = Measure("uplift", "post − best_pre", _uplift_of, lambda one: one.uplift)
+POST = Measure("post", "hidden score", lambda row: row.post, lambda one: one.post)
+TERMS = (
+    Measure("validation", "validation", lambda row: row.validation, lambda one: one.validation),
+    Measure("quality", "quality", lambda row: row.quality, lambda one: one.quality),
+    Measure("speed", "speed", lambda row: row.speed, lambda one: one.speed),
+)
+FIRST_TRY = Measure(
+    "first_try",
+    "valid at first try",
+    lambda row: row.first_try,
+    lambda one: float(one.valid_attempt == 1),
+)
+VALIDITY = Measure(
+    "validity", "valid in the end", lambda row: row.validity, lambda one: float(one.is_valid)
+)
+JOB_SUCCESS = Measure(
+    "job_success",
+    "valid jobs that end scored",
+    lambda row: row.job_success,
+    lambda one: float(one.is_job_done) if one.is_valid else None,
+)
+SCORED_QUALITY = Measure(
+    "scored_quality",
+    "quality of scored jobs",
+    lambda row: row.scored_quality,
+    lambda one: one.quality if one.is_job_done else None,
+)
 
 
 def step_numbers(data: RunData) -> list[int]:

@@ -25,7 +25,15 @@ from nestling.report.figures.drawing import (
 )
 from nestling.report.figures.measures import (
     BANDS,
+    FIRST_TRY,
+    JOB_SUCCESS,
     LINES,
+    POST,
+    REWARD,
+    SCORED_QUALITY,
+    TERMS,
+    UPLIFT,
+    VALIDITY,
     Measure,
     draw_lines,
     draw_measure,
@@ -33,54 +41,12 @@ from nestling.report.figures.measures import (
     step_numbers,
 )
 from nestling.report.levels import family_level
-from nestling.report.run_data import RunData, StepRow
+from nestling.report.run_data import RunData
 from nestling.report.table import Cell, Table, estimate_cells, estimate_columns
 
 __all__ = ["decomposition", "families", "reward", "scores", "terms", "uplift", "validity"]
 
 
-def _reward_of(row: StepRow) -> Estimate | None:
-    return row.report.summary.reward if row.report.summary else None
-
-
-def _uplift_of(row: StepRow) -> Estimate | None:
-    return row.report.summary.uplift if row.report.summary else None
-
-
-_REWARD = Measure("reward", "reward", _reward_of, lambda one: one.reward)
-_UPLIFT = Measure("uplift", "post − best_pre", _uplift_of, lambda one: one.uplift)
-_POST = Measure("post", "hidden score", lambda row: row.post, lambda one: one.post)
-_TERMS = (
-    Measure("validation", "validation", lambda row: row.validation, lambda one: one.validation),
-    Measure("quality", "quality", lambda row: row.quality, lambda one: one.quality),
-    Measure("speed", "speed", lambda row: row.speed, lambda one: one.speed),
-)
-_VALIDITY = (
-    Measure(
-        "first_try",
-        "valid at first try",
-        lambda row: row.first_try,
-        lambda one: float(one.valid_attempt == 1),
-    ),
-    Measure(
-        "validity",
-        "valid in the end",
-        lambda row: row.validity,
-        lambda one: float(one.is_valid),
-    ),
-    Measure(
-        "job_success",
-        "valid jobs that end scored",
-        lambda row: row.job_success,
-        lambda one: float(one.is_job_done) if one.is_valid else None,
-    ),
-    Measure(
-        "scored_quality",
-        "quality of scored jobs",
-        lambda row: row.scored_quality,
-        lambda one: one.quality if one.is_job_done else None,
-    ),
-)
 _PARTS = (
     ("validation", BLUE),
     ("quality", GREEN),
@@ -94,7 +60,7 @@ def reward(data: RunData) -> Drawing:
     steps = step_numbers(data)
     formula = [row.no_op_formula for row in data.steps]
     with panels() as (canvas, [axes]):
-        drawn = draw_measure(axes, data, _REWARD)
+        drawn = draw_measure(axes, data, REWARD)
         measured = any("noop" in row.references for row in data.steps)
         if not measured:
             curve(axes, steps, formula, "no-op job (formula)", Series(VERMILION, "--", ""))
@@ -104,7 +70,7 @@ def reward(data: RunData) -> Drawing:
         about = LINES if drawn else "No reference policy was measured on these families yet."
         if not measured and any(one is not None for one in formula):
             about += " No-op line: what a job earns by the formula that is valid at once and changes nothing."
-        table = measure_table(data, [_REWARD])
+        table = measure_table(data, [REWARD])
         table = Table(
             columns=(*table.columns, "no_op_formula"),
             rows=[(*cells, value) for cells, value in zip(table.rows, formula, strict=True)],
@@ -134,7 +100,7 @@ def decomposition(data: RunData) -> Drawing:
             axes.bar(steps, values, 0.92, bottom=starts, color=color, alpha=0.75, label=label)
             tops = [top + max(value, 0.0) for value, top in zip(values, tops, strict=True)]
             bottoms = [low + min(value, 0.0) for value, low in zip(values, bottoms, strict=True)]
-        means = [one.mean if (one := _reward_of(row)) else None for row in data.steps]
+        means = [one.mean if (one := REWARD.of_step(row)) else None for row in data.steps]
         curve(axes, steps, means, "reward", Series(VERMILION, "-", "o"))
         axes.set_ylabel("reward, by what it is paid for")
         steps_axis(axes, steps)
@@ -157,7 +123,7 @@ def terms(data: RunData) -> Drawing:
     """The three terms of the reward."""
     return _panels(
         data,
-        _TERMS,
+        TERMS,
         name="terms",
         title="The three terms of the reward",
         caption=f"Each term before its weight ({_weights(data)}). {BANDS} {LINES}",
@@ -168,7 +134,7 @@ def validity(data: RunData) -> Drawing:
     """Process reliability, and what is left when it is taken out."""
     return _panels(
         data,
-        _VALIDITY,
+        (FIRST_TRY, VALIDITY, JOB_SUCCESS, SCORED_QUALITY),
         name="validity",
         title="Two rungs: valid and successful jobs, then better ones",
         caption="Share of episodes with an accepted first submission and with any accepted one; "
@@ -181,15 +147,15 @@ def scores(data: RunData) -> Drawing:
     """Trained score beside the best untrained one."""
     steps = step_numbers(data)
     with panels() as (canvas, [axes]):
-        draw_measure(axes, data, _POST, label="post")
+        draw_measure(axes, data, POST, label="post")
         best = [row.best_pre for row in data.steps]
         band(axes, steps, best, "best_pre", SERIES[1])
-        axes.set_ylabel(_POST.label)
+        axes.set_ylabel(POST.label)
         steps_axis(axes, steps)
         legend(axes)
         table = measure_table(
             data,
-            [_POST, Measure("best_pre", "best_pre", lambda row: row.best_pre, lambda _: None)],
+            [POST, Measure("best_pre", "best_pre", lambda row: row.best_pre, lambda _: None)],
         )
         return drawing(
             canvas,
@@ -205,9 +171,9 @@ def uplift(data: RunData) -> Drawing:
     """Paired gain of training."""
     steps = step_numbers(data)
     with panels() as (canvas, [axes]):
-        draw_measure(axes, data, _UPLIFT)
+        draw_measure(axes, data, UPLIFT)
         axes.axhline(0.0, color=GREY, linewidth=0.8)
-        axes.set_ylabel(_UPLIFT.label)
+        axes.set_ylabel(UPLIFT.label)
         steps_axis(axes, steps)
         legend(axes)
         return drawing(
@@ -216,7 +182,7 @@ def uplift(data: RunData) -> Drawing:
             "Uplift over the best untrained base",
             "Mean of post − best_pre over scored jobs, paired by hidden item. A job that changes "
             f"nothing has uplift 0. {BANDS} {LINES}",
-            measure_table(data, [_UPLIFT]),
+            measure_table(data, [UPLIFT]),
         )
 
 
@@ -233,7 +199,7 @@ def families(data: RunData) -> Drawing:
             band(axes, steps, found[name], "agent", SERIES[0])
             flat = {
                 arm: [level] * len(steps)
-                for arm, level in family_level(data, _REWARD.of_episode, "reward", name).items()
+                for arm, level in family_level(data, REWARD.of_episode, "reward", name).items()
             }
             draw_lines(axes, steps, flat)
             axes.set_ylabel(name)
@@ -262,7 +228,7 @@ def _by_step(data: RunData, family: str) -> list[Estimate | None]:
     return [
         estimate(
             by_group([one for one in played if one.step == row.step]),
-            _REWARD.of_episode,
+            REWARD.of_episode,
             "family",
             family,
             row.step,
