@@ -1,4 +1,4 @@
-"""One decode step with sampling, over static buffers.
+"""One decode step with sampling, over static buffers; `cpu_decoder` is the one for one job on a CPU.
 
 Axes: J job, S slot of a job, R = J*S, V vocabulary. Token, position, cache, temperature and random numbers
 live in fixed buffers and the step only reads and writes those, so on CUDA it is captured in a graph once per
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from nestling.engine.config import ModelConfig
-from nestling.engine.cpu_step import CpuStep
 from nestling.engine.model import KVCache, decode, extend
 from nestling.engine.params import Params
 
@@ -25,9 +24,6 @@ __all__ = ["Decoder", "row_uniforms", "sample_tokens"]
 _log = logging.getLogger(__name__)
 _WIDTH_STEP = 128
 """Attended widths are rounded up to this on CUDA, so that a few graphs serve every step."""
-
-_FIRST_LENGTH = 128
-"""Positions a cache on the CPU begins with; it doubles when they are used up. Clearing memory costs time."""
 
 
 def row_uniforms(seed: int, length: int) -> npt.NDArray[np.float32]:
@@ -77,10 +73,7 @@ class Decoder:
         self.device = device
         self.scratch_row = rows
         """A cache row that belongs to no slot; whatever is written there is lost."""
-        on_cpu = CpuStep.fits(params, config)
-        length = min(max_len, _FIRST_LENGTH) if on_cpu else max_len
-        self.cache = KVCache(config, rows + 1, length, device=device, dtype=params.embed.dtype)
-        self._cpu = CpuStep(params, config, self.cache, max_len) if on_cpu else None
+        self.cache = KVCache(config, rows + 1, max_len, device=device, dtype=params.embed.dtype)
         self._any_greedy = any(value == 0 for value in temperatures)
         self._job_temperature = torch.tensor(temperatures, dtype=torch.float32, device=device)
         self._inputs = torch.zeros(
@@ -92,8 +85,6 @@ class Decoder:
 
     def set_uniforms(self, row: int, values: npt.NDArray[np.float32]) -> None:
         """Install the random numbers of the sequence that begins in flat slot `row`."""
-        if self._cpu is not None:
-            self._cpu.prompts.forget([row])
         self._uniforms[row, : len(values)] = torch.from_numpy(values).to(self.device)
 
     @torch.no_grad()
@@ -105,11 +96,7 @@ class Decoder:
     ) -> None:
         """Append ids [J, b, T] at start [J, b] to cache rows [J, b]; see `model.extend`."""
         moved = [torch.from_numpy(array).to(self.device) for array in (ids, start, rows)]
-        if self._cpu is not None:
-            self._reserve(int(start.max()) + ids.shape[2])
-            self._cpu.extend(moved[0][0], moved[1][0], moved[2][0])
-        else:
-            extend(self.params, self.config, moved[0], moved[1], self.cache, moved[2].reshape(-1))
+        extend(self.params, self.config, moved[0], moved[1], self.cache, moved[2].reshape(-1))
 
     def share(self, slots: Sequence[Sequence[int]], lengths: Sequence[int]) -> None:
         """Copy a prompt in the first of some flat slots to the others, for each such group of slots."""
@@ -118,9 +105,9 @@ class Decoder:
         if source:
             place = torch.tensor([source, target], device=self.device)
             self.cache.move(place[0], place[1], max(lengths))
-        if self._cpu is not None:
-            for group, length in zip(slots, lengths, strict=True):
-                self._cpu.prompts.add(group, length)
+
+    def release(self, slots: npt.NDArray[np.int64]) -> None:
+        """The sequences in these flat slots have ended; they are computed along until others begin there."""
 
     def compact(self, source: npt.NDArray[np.int64], num_slots: int, width: int) -> None:
         """Keep the given flat slots (J * num_slots of them, in order) and shrink; CPU only."""
@@ -128,8 +115,6 @@ class Decoder:
         keep = torch.from_numpy(source)[target]
         self.cache.move(keep, target, width)
         self._uniforms[target] = self._uniforms[keep]
-        if self._cpu is not None:
-            self._cpu.prompts.move(keep.tolist(), target.tolist())
         self.num_slots = num_slots
 
     @torch.no_grad()
@@ -143,8 +128,6 @@ class Decoder:
         shape = (2, self.num_jobs, self.num_slots)
         packed = torch.from_numpy(np.stack((token, position))).view(shape)
         rows = self.num_jobs * self.num_slots
-        if self._cpu is not None:
-            self._reserve(width)
         if self._graphs is None:
             self._inputs = packed
             self._compute(width)
@@ -154,17 +137,10 @@ class Decoder:
         out = self._out[:, :rows].cpu().numpy()
         return out[0].astype(np.int64), out[1].copy()
 
-    def _reserve(self, length: int) -> None:
-        if length > self.cache.max_len:
-            self.cache.grow(min(self.max_len, max(length, 2 * self.cache.max_len)))
-
     def _compute(self, width: int) -> None:
         token, position = self._inputs[0], self._inputs[1]
         rows = self.num_jobs * self.num_slots
-        if self._cpu is not None:
-            logits = self._cpu.decode(token[0], position[0], width)
-        else:
-            logits = decode(self.params, self.config, token, position, self.cache, width)
+        logits = decode(self.params, self.config, token, position, self.cache, width)
         temperature = self._job_temperature[:, None].expand(-1, self.num_slots).reshape(rows, 1)
         index = position.reshape(rows, 1) + 1
         uniform = self._uniforms[:rows].gather(1, index)[:, 0]

@@ -15,6 +15,8 @@ from typing import Literal
 import numpy as np
 
 from nestling.core.errors import ConfigError
+from nestling.engine.cpu_decoder import CpuDecoder
+from nestling.engine.cpu_step import CpuStep
 from nestling.engine.decoder import Decoder, row_uniforms
 from nestling.engine.model import Model
 from nestling.engine.turn_sampler import SamplingParams, Turn, TurnSampler
@@ -170,6 +172,23 @@ class _Rows:
         return found
 
 
+def _decoder(
+    model: Model, params_J: Sequence[SamplingParams], num_slots: int, max_len: int
+) -> Decoder | CpuDecoder:
+    params, temperatures = model.params(), [one.temperature for one in params_J]
+    if CpuStep.fits(params, model.config):
+        return CpuDecoder(
+            params,
+            model.config,
+            num_slots=num_slots,
+            max_len=max_len,
+            temperature=temperatures[0],
+        )
+    return Decoder(
+        params, model.config, num_slots=num_slots, max_len=max_len, temperatures=temperatures
+    )
+
+
 class _Player:
     """Drives a decoder until every row has ended."""
 
@@ -193,13 +212,7 @@ class _Player:
         slots = max(1, min(max_rows, max(len(queue) for queue in self.pending)))
         self.slot_row = np.full((self.num_jobs, slots), -1, np.int64)
         self.on_cpu = model.device.type == "cpu"
-        self.decoder = Decoder(
-            model.params(),
-            model.config,
-            num_slots=slots,
-            max_len=table.max_len,
-            temperatures=[params.temperature for params in params_J],
-        )
+        self.decoder = _decoder(model, params_J, slots, table.max_len)
         self.capacity = slots
 
     def run(self) -> None:
@@ -247,7 +260,9 @@ class _Player:
         finished = self._end_turns(chosen[over], cut[over], full[over])
         if not finished:
             return False
-        self.slot_row.reshape(-1)[live[np.isin(n, finished)]] = -1
+        ended_slots = live[np.isin(n, finished)]
+        self.slot_row.reshape(-1)[ended_slots] = -1
+        self.decoder.release(ended_slots)
         return True
 
     def _end_turns(
@@ -302,17 +317,17 @@ class _Player:
         return True
 
     def _settle(self, width: int) -> None:
-        """After rows ended: take new ones, or on a CPU close the gaps."""
+        """After rows ended: take new ones, or close the gaps where a CPU would compute them."""
         live = (self.slot_row >= 0).sum(1)
         waiting = any(self.pending)
         if waiting and live.max() <= _COMPACT_BELOW * self.capacity:
             self._refill()
-        elif not waiting and self.on_cpu:
+        elif not waiting and self.on_cpu and isinstance(self.decoder, Decoder):
             slots = int(live.max())
             if 0 < slots <= _COMPACT_BELOW * self.slot_row.shape[1]:
-                self._compact(slots, width)
+                self._compact(self.decoder, slots, width)
 
-    def _compact(self, slots: int, width: int) -> None:
+    def _compact(self, decoder: Decoder, slots: int, width: int) -> None:
         order = np.tile(np.arange(slots), (self.num_jobs, 1))
         for order_S, row_S in zip(
             order, self.slot_row, strict=True
@@ -321,7 +336,7 @@ class _Player:
             moving = slots + np.nonzero(row_S[slots:] >= 0)[0]
             order_S[free[: len(moving)]] = moving
         base = np.arange(self.num_jobs)[:, None] * self.slot_row.shape[1]
-        self.decoder.compact((order + base).reshape(-1), slots, width)
+        decoder.compact((order + base).reshape(-1), slots, width)
         self.slot_row = np.take_along_axis(self.slot_row, order, 1)
 
     def _catch_up(self) -> None:

@@ -85,8 +85,6 @@ class SharedPrompts:
     def add(self, rows: Sequence[int], length: int) -> None:
         """The first `length` positions of these rows are the same from now on."""
         self.forget(rows)
-        if len(rows) < 2:
-            return
         cache, first = self._cache, rows[0]
         self._stored[self._next] = (
             [keys[first, :, :length].clone() for keys in cache.keys],
