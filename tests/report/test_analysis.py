@@ -13,6 +13,7 @@ from nestling.report.diversity import distinct_share, job_difference
 from nestling.report.estimates import by_group, stratified
 from nestling.report.gather import gather
 from nestling.report.levels import family_level, levels
+from nestling.report.stages import gain_by_stage
 
 WEIGHTS = RewardWeights()
 
@@ -54,6 +55,32 @@ def test_a_gain_is_shared_out_without_a_rest(data):
     assert parts["validation"].mean == pytest.approx(validation)
     quality = 0.60 * (last.quality.mean - first.quality.mean)
     assert parts["success"].mean + parts["quality"].mean == pytest.approx(quality)
+
+
+def test_stages_add_up_to_the_whole(data):
+    stages = gain_by_stage(data)
+    assert [stage.label for stage in stages] == ["whole run"]
+    longer = replace(
+        data,
+        steps=tuple(replace(data.steps[number % 4], step=number + 1) for number in range(9)),
+        episodes=tuple(
+            replace(one, id=f"{one.id}/{number}", step=number + 1, version=number)
+            for number in range(9)
+            for one in data.train_episodes
+            if one.step == number % 4 + 1
+        ),
+    )
+    account = gain_account(
+        by_group([one for one in longer.episodes if one.step == 1]),
+        by_group([one for one in longer.episodes if one.step == 9]),
+        WEIGHTS,
+    )
+    longer = replace(longer, headline=replace(data.headline, account=account))
+    *thirds, whole = gain_by_stage(longer)
+    assert [one.label for one in thirds] == ["steps 1 to 3", "steps 4 to 6", "steps 7 to 9"]
+    for name in ("validation", "speed", "no_submission", "total"):
+        parts = [getattr(one.account, name).mean for one in thirds]
+        assert sum(parts) == pytest.approx(getattr(whole.account, name).mean)
 
 
 def test_jobs_that_only_stop_dying_count_as_success(data):

@@ -22,6 +22,7 @@ from nestling.report.rendering import environment
 from nestling.report.run_data import RunData
 from nestling.report.run_info import flatten
 from nestling.report.samples import EpisodeDetail, pick_episodes, read_details
+from nestling.report.stages import gain_by_stage
 from nestling.report.summary import summarise_run
 from nestling.report.verdicts import limits, state_line, verdicts
 
@@ -111,6 +112,7 @@ def render_page(
             formula=formula_lines(data.weights, data.reward_kind),
             config=list(flatten(data.info.config)),
             power=power,
+            stages=gain_by_stage(data),
             shown=episodes,
             curves={
                 one.anchor: Markup(one.curve.inline)  # noqa: S704 (ours)

@@ -14,6 +14,7 @@ from nestling.report.published.markdown import NOT_RUN, gain, mean, table
 from nestling.report.published.plan import ArcPlan
 from nestling.report.reference_rows import is_checkpoint
 from nestling.report.run_data import RunData
+from nestling.report.stages import gain_by_stage
 
 __all__ = ["arc_section", "left_out_section", "sweep_section"]
 
@@ -37,15 +38,17 @@ def arc_section(plan: ArcPlan, data: RunData) -> list[str]:
     ):
         if data.steps and (name != "held_out" or data.sweeps):
             lines += ["", f"![{text}](arc/{plan.name}/figures/{name}.svg)"]
-    account = data.headline.account
-    if account is not None:
-        rows = [[name.replace("_", " "), shown.estimate(one)] for name, one in account.parts()]
-        lines += [
-            "",
-            "Where the last reward differs from the first:",
-            "",
-            *table(["part", "difference"], rows),
+    stages = gain_by_stage(data)
+    if stages:
+        rows = [
+            [
+                name.replace("_", " "),
+                *(shown.estimate(getattr(stage.account, name)) for stage in stages),
+            ]
+            for name, _ in stages[0].account.parts()
         ]
+        columns = ["part of the reward's difference", *(stage.label for stage in stages)]
+        lines += ["", *table(columns, rows)]
     held_out = list(_checkpoints(data))
     if held_out:
         columns = [

@@ -170,6 +170,23 @@ def _held_out_best(evidence: Evidence) -> str:
     return NOT_MEASURED if best is None else f"{mean(best[1])} (step {best[0]})"
 
 
+def _no_decline(evidence: Evidence) -> str:
+    """The last checkpoint minus the highest of those before it."""
+    episodes = evidence.held_out
+    families = {one.family for one in episodes}
+    last = _arm(episodes, _TRAINED)
+    arms = {one.arm for one in episodes if one.arm and re.match(r"step-\d", one.arm)} - {last}
+    means = {
+        arm: sum(one.reward for one in tasks.values()) / len(tasks)
+        for arm in sorted(arms)
+        if (tasks := by_task(episodes, arm, families))
+    }
+    if last is None or not means:
+        return NOT_MEASURED
+    best = max(means, key=lambda arm: means[arm])
+    return gain(paired_gain(by_task(episodes, last, families), by_task(episodes, best, families)))
+
+
 QUANTITIES: Final = (
     Quantity("agent", "agent", _agent),
     Quantity("size", "outer steps × episodes", _size),
@@ -238,6 +255,7 @@ QUANTITIES: Final = (
         lambda evidence: mean(_mean_of(evidence.held_out, _TRAINED)),
     ),
     Quantity("held_out_gain", "held out, last minus untrained", _held_out_over(_UNTRAINED)),
+    Quantity("held_out_decline", "held out, last minus best earlier checkpoint", _no_decline),
     Quantity("held_out_template", "held out, last minus template", _held_out_over(_TEMPLATE)),
     Quantity(
         "held_out_paired",
