@@ -121,10 +121,8 @@ class CpuDecoder:
     def _copy(self, copies: Copies, width: int) -> None:
         if not copies.source:
             return
-        for buffer in (
-            *self._cache.keys,
-            *self._cache.values,
-        ):  # few rows: an index would cost more
+        for buffer in (*self._cache.keys, *self._cache.values):
+            # Rows are few: indexing with all of them at once takes twice as long.
             for source, target in zip(*copies, strict=True):
                 buffer[target, :, :width] = buffer[source, :, :width]
         self._step.prompts.move(*copies)

@@ -18,6 +18,8 @@ _Indices = npt.NDArray[np.int64]
 
 _NO_ROW, _NO_SEQUENCE = -1, -2
 _COMPACT_BELOW = 0.8
+_LABEL_BITS = 40
+"""Room for a position times the vocabulary's size."""
 
 
 class Copies(NamedTuple):
@@ -64,12 +66,12 @@ class SlotRows:
         return fresh
 
     def split(self, slots: _Indices, labels: _Indices) -> Copies:
-        """Part slots of one row that have different labels (below 2^32); the smallest label keeps the row."""
+        """Part slots of one row that have different labels (from 0, below 2^40); the smallest label keeps the row."""
         if not self._any_shared:
             return Copies([], [])
-        pair = (self.row[slots] << 32) + labels
+        pair = (self.row[slots] << _LABEL_BITS) + labels
         distinct, which = np.unique(pair, return_inverse=True)
-        row = distinct >> 32
+        row = distinct >> _LABEL_BITS
         parted = np.nonzero(row[1:] == row[:-1])[0] + 1
         source = row[parted]
         row[parted] = self._free(len(parted))
