@@ -211,16 +211,23 @@ def save_adapter(
     *,
     job: int = 0,
     base_model: str = "",
-    dtype: torch.dtype = torch.float32,
+    half: bool = False,
 ) -> None:
-    """Write one job's adapter as a PEFT folder."""
+    """Write one job's adapter as a PEFT folder, `half`: in float16; `OSError` when that cannot be done."""
+    dtype = torch.float16 if half else torch.float32
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     tensors = {
         _PREFIX + name: view[job].detach().to("cpu", dtype, copy=True).contiguous()
         for name, view in adapter.views().items()
     }
-    save_file(tensors, root / "adapter_model.safetensors", metadata={"format": "pt"})
+    path = root / "adapter_model.safetensors"
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # the library's own word for a full disk, too
+        raise OSError(
+            f"{path} cannot be written: {error}; expected a folder with room for it; free some"
+        ) from error
     raw = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -61,7 +61,7 @@ def export_agent(
     `find_base` gives the folder of the model that the recipe calls by this name; an adapter needs it,
     and it lends tokenizer files and licence to all. With `adapter_only`, `base/` and `merged/` are
     left out, and the adapter names its base as the recipe does. `rank` makes an adapter of an agent that
-    was trained with all weights. The folder appears by one rename.
+    was trained with all weights, in float16. The folder appears by one rename.
 
     Raises:
         ConfigError: no run, no such step, `out` exists, or the base is missing.
@@ -104,7 +104,8 @@ def export_agent(
             kind, params = "model", _write_model(load_model(source), base, fresh)
         else:
             name = recipe["agent"]["model"] if adapter_only else f"./{BASE}"
-            kind, params = "adapter", _write_adapter(began, adapter, base, fresh, name=name)
+            kind = "adapter"
+            params = _write_adapter(began, adapter, base, fresh, name=name, half=rank is not None)
         _describe(fresh, facts, kind=kind, params=params, kept=kept, base=base, command=command)
         fresh.rename(out)
     finally:
@@ -185,10 +186,10 @@ def _began_with(source: Path, base: Path | None) -> Model:
 
 
 def _write_adapter(
-    began: Model, adapter: LoraWeights, base: Path | None, out: Path, *, name: str
+    began: Model, adapter: LoraWeights, base: Path | None, out: Path, *, name: str, half: bool
 ) -> int:
     """Under the name `./base` with the models beside it; else the adapter alone."""
-    save_adapter(out, adapter, base_model=name)
+    save_adapter(out, adapter, base_model=name, half=half)
     began.tokenizer.save(out)
     _copy_tokenizer(base, out)
     if name == f"./{BASE}":  # with ./ it can never be taken for the name of a model on a hub
