@@ -125,7 +125,7 @@ def requests(_: Path) -> Target:
         rollout_id=1, text="x", stop="done", prompt_tokens=0, completion_tokens=0
     )
     frames: list[wire.Request] = [
-        wire.Load(env_args={"a": 1}), wire.Rows(start=0, limit=5), wire.Tools(), wire.Close(),
+        wire.Load(env_args={"a": 1}), wire.Rows(start=0, limit=5), wire.Tools(),
         wire.Reset(rows=[1, 2]), wire.Step(calls=[call]), wire.Score(finals=[final]),
     ]  # fmt: skip
 

@@ -450,15 +450,28 @@ def _read_folder(folder: Path) -> dict[str, bytes]:
 
 
 def _write_job(files: Mapping[str, bytes]) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="nestling-job-"))
+    """The files in a folder that the jail's user may read.
+
+    Raises:
+        JailError: the system refuses, for example on a full disk.
+    """
+    folder: Path | None = None
     try:
+        folder = Path(tempfile.mkdtemp(prefix="nestling-job-"))
         for name, content in files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         for path in [folder, *folder.rglob("*")]:
             path.chmod(0o755 if path.is_dir() else 0o644)  # the jail's user owns nothing
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    except BaseException as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        raise JailError(
+            "jail.start",
+            f"{error.filename or tempfile.gettempdir()} cannot be written: {error.strerror or error}; expected room "
+            "for the job's files; free some",
+        ) from error
     return folder

@@ -18,8 +18,6 @@ from nestling.jobs.rollout_env import StopReason
 __all__ = [
     "MAX_FRAME_BYTES",
     "CallFrame",
-    "Close",
-    "Closed",
     "Fault",
     "FinalFrame",
     "Load",
@@ -133,10 +131,6 @@ class Score(_Frame, tag="score"):
     finals: Annotated[list[FinalFrame], msgspec.Meta(max_length=MAX_BATCH)]
 
 
-class Close(_Frame, tag="close"):
-    """Stop serving; the worker exits."""
-
-
 class Loaded(_Frame, tag="loaded"):
     """The package is imported and its taskset exists."""
 
@@ -217,10 +211,6 @@ class ScoreReply(_Frame, tag="score_reply"):
     records: Annotated[list[ScoreFrame], msgspec.Meta(max_length=MAX_BATCH)]
 
 
-class Closed(_Frame, tag="closed"):
-    """The worker is about to exit."""
-
-
 class Fault(_Frame, tag="fault"):
     """The request failed as a whole; the worker is of no more use."""
 
@@ -228,8 +218,8 @@ class Fault(_Frame, tag="fault"):
     detail: Line
 
 
-Request = Load | Rows | Tools | Reset | Step | Score | Close
-Reply = Loaded | RowsReply | ToolsReply | Started | StepReply | ScoreReply | Closed | Fault
+Request = Load | Rows | Tools | Reset | Step | Score
+Reply = Loaded | RowsReply | ToolsReply | Started | StepReply | ScoreReply | Fault
 
 _ENCODER = msgspec.json.Encoder()
 _REQUESTS: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request, strict=True)

@@ -28,7 +28,7 @@ MAX_ROWS_PAGE_CHARS: Final = 1_000_000
 
 
 def serve(request_fd: int, reply_fd: int, job_dir: Path) -> None:
-    """Answer requests until `close`, end of file or the first fault.
+    """Answer requests until end of file or the first fault.
 
     Whatever the job raises, exits included, becomes one `fault` frame and ends the worker.
     """
@@ -43,8 +43,6 @@ def serve(request_fd: int, reply_fd: int, job_dir: Path) -> None:
             if isinstance(request, wire.Load):
                 host = VerifiersHost(load_taskset_from(job_dir, request.env_args))
                 reply: wire.Reply = wire.Loaded()
-            elif isinstance(request, wire.Close):
-                reply = wire.Closed()
             elif host is None:
                 raise JailError("env.protocol", "the first request must be load")  # noqa: TRY301
             else:
@@ -54,7 +52,7 @@ def serve(request_fd: int, reply_fd: int, job_dir: Path) -> None:
             reply = _fault(e)
             frame = wire.encode(reply)
         _write_all(reply_fd, frame)
-        if isinstance(reply, wire.Fault | wire.Closed):
+        if isinstance(reply, wire.Fault):
             return
 
 

@@ -11,6 +11,7 @@ from nestling.config import RunConfig
 from nestling.core.clock import SystemClock
 from nestling.core.rundir import ArtifactStore, write_atomic
 from nestling.core.seeds import derive_seed
+from nestling.engine.tokenizer import Tokenizer
 from nestling.families.splits import EvalSecret, commitment
 from nestling.fleet.budget import load_prices
 from nestling.fleet.handlers import StageSeconds, job_handlers
@@ -58,6 +59,7 @@ class Room:
         self.baselines_table = Baselines(self._scorer, folders, folder=state)
         self._opener = JailedOpener(jail=jail, starter=self._zygote)
         self._leaks: dict[str, LeakIndex | None] = {}
+        self._tokenizers: dict[str, Tokenizer] = {}
         price = load_prices()[config.fleet.machine]
         self.context = InnerContext(
             trainer=self._trainer(jail, stacks),
@@ -81,6 +83,7 @@ class Room:
             eval_items=self._config.inner.eval_items,
             params={name: base.params for name, base in self._bases.items()},
             bounds=self.context.bounds,
+            tokenizer=self._tokenizer,
         )
         return probe(bundle, family, env_opener=self._opener, options=options)
 
@@ -102,6 +105,12 @@ class Room:
         self._scorer.close()
         if self._zygote is not None:
             self._zygote.close()
+
+    def _tokenizer(self, base: str) -> Tokenizer:
+        """A base model's own, read once."""
+        if base not in self._tokenizers:
+            self._tokenizers[base] = Tokenizer.load(self._bases[base].folder)
+        return self._tokenizers[base]
 
     def _make_scorer(self, folders: Mapping[str, Path], stacks: tuple[str, ...]) -> Scorer:
         from nestling.inner.scorers.embedded import EmbeddedScorer
