@@ -100,6 +100,8 @@ def look(SECRETS_IN):
     seen["oom"] = open("/proc/self/oom_score_adj").read().strip()
     seen["tmp"] = attempt(open, "/tmp/x", "w")
     seen["tmp_files"] = os.statvfs("/tmp").f_files
+    seen["niceness"] = os.getpriority(os.PRIO_PROCESS, 0)
+    seen["session"] = attempt(lambda: open("/proc/self/autogroup").read().split()[-1])
     return seen
 """
 
@@ -249,6 +251,12 @@ def test_own_world(seen):
     assert seen["limits"]["RLIMIT_NOFILE"] == [64, 64]
     assert not seen["tmp"].startswith("refused")
     assert seen["socket AF_UNIX"].startswith("(<socket")
+
+
+def test_trusted_processes_go_first(seen):
+    assert seen["niceness"] == 19
+    if Path("/proc/self/autogroup").exists():
+        assert seen["session"] == "19"
 
 
 def test_every_mount_is_read_only_but_tmp_proc_and_devices(seen):
