@@ -101,7 +101,7 @@ def look(SECRETS_IN):
     seen["tmp"] = attempt(open, "/tmp/x", "w")
     seen["tmp_files"] = os.statvfs("/tmp").f_files
     seen["niceness"] = os.getpriority(os.PRIO_PROCESS, 0)
-    seen["session_niceness"] = attempt(lambda: open("/proc/self/autogroup").read().split()[-1])
+    seen["autogroup"] = attempt(lambda: open("/proc/self/autogroup").read().split()[-1])
     return seen
 """
 
@@ -256,7 +256,7 @@ def test_own_world(seen):
 def test_trusted_processes_go_first(seen):
     assert seen["niceness"] == 19
     if Path("/proc/self/autogroup").exists():
-        assert seen["session_niceness"] == "19"
+        assert seen["autogroup"] == "19"
 
 
 def test_every_mount_is_read_only_but_tmp_proc_and_devices(seen):
