@@ -115,7 +115,9 @@ class LocalFleet(Frozen):
     workers: int = Field(0, ge=0, le=4096)
     """0: one per `threads` cores that this process may use, or as many as the GPUs have room for."""
     machine: str = "cpu-core"
-    """Price of a worker, by its name in the price table."""
+    """What a worker runs on, by its name in the price table."""
+    workers_per_machine: int = Field(1, ge=1, le=4096)
+    """Workers that share one such machine and its price; hours in which none of them works are not counted."""
     threads: int = Field(1, ge=1, le=256)
     """Of each worker."""
     pin_cores: bool = False
@@ -148,7 +150,9 @@ class RayFleet(Frozen):
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom resources by name, for example to keep workers on one kind of node."""
     machine: str = "cpu-core"
-    """Price of a worker, by its name in the price table."""
+    """What a worker runs on, by its name in the price table."""
+    workers_per_machine: int = Field(1, ge=1, le=4096)
+    """Workers that share one such machine and its price; hours in which none of them works are not counted."""
 
 
 def _kind_of_fleet(value: object) -> str:

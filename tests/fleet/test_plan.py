@@ -56,6 +56,10 @@ def test_ceiling_is_every_deadline_at_the_price_and_a_cap_bounds_the_worst() -> 
     hours = sum(one.most_jobs * one.deadline_s for one in plan.work) / 3600
     assert plan.ceiling_usd == pytest.approx(hours * load_prices()["h200"].usd_per_hour)
     assert plan.worst_usd == pytest.approx(3 * plan.ceiling_usd)
+    shared = config(
+        "outer.held_out.every_steps=0", "fleet.machine=h200", "fleet.workers_per_machine=8"
+    )
+    assert plan_run(shared).ceiling_usd == pytest.approx(plan.ceiling_usd / 8)
     capped = plan_run(config("budget.run_usd=0.5", "budget.day_usd=0.1"))
     assert capped.worst_usd == 0.5
     assert capped.caps_usd == {"run_usd": 0.5, "day_usd": 0.1}

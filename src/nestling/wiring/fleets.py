@@ -10,7 +10,7 @@ from nestling.config import LocalFleet, RayFleet, RunConfig, RunpodFleet
 from nestling.core.clock import SystemClock
 from nestling.core.rundir import ArtifactStore, RunDir
 from nestling.families.splits import EvalSecret
-from nestling.fleet.budget import Budget, load_prices
+from nestling.fleet.budget import Budget
 from nestling.fleet.memory import memory_limits
 from nestling.fleet.pool import PoolLimits
 from nestling.fleet.predict import Predictor
@@ -23,6 +23,7 @@ from nestling.inner.models_config import bounds_of, offered_bases
 from nestling.jobs.jail import require_bubblewrap
 from nestling.store import GroupCommit
 from nestling.wiring.checks import refuse_distant_models, refuse_distant_stacks
+from nestling.wiring.prices import worker_prices
 from nestling.wiring.rooms import running_stacks, stage_seconds
 from nestling.wiring.state import SECRET_FILE, make_state_folder, open_account
 
@@ -76,7 +77,11 @@ async def _open_fleet(
     )
     with open_account() as account:
         budget = Budget(
-            writer.store, clock=clock, caps=config.budget, prices=load_prices(), account=account
+            writer.store,
+            clock=clock,
+            caps=config.budget,
+            prices=worker_prices(config),
+            account=account,
         )
         async with running_fleet(
             writer=writer,

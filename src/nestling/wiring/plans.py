@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from nestling.config import LocalFleet, RunConfig
-from nestling.fleet.budget import GRACE_S, load_prices
+from nestling.fleet.budget import GRACE_S
 from nestling.fleet.plan import PlannedWork, RunPlan
 from nestling.fleet.predict import expected_job
 from nestling.fleet.runner import RunnerSettings
 from nestling.outer.config import TinkerConfig
 from nestling.wiring.checks import check_names
 from nestling.wiring.fleets import local_slots
+from nestling.wiring.prices import worker_prices
 from nestling.wiring.rooms import stage_seconds
 from nestling.wiring.state import open_account
 
@@ -64,7 +65,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         expected = expected_job(account.history, machine, sorted(families))
     return RunPlan(
         machine=machine,
-        usd_per_hour=load_prices()[machine].usd_per_hour,
+        usd_per_hour=worker_prices(config)[machine].usd_per_hour,
         num_workers=_num_workers(config),
         work=work,
         max_tries=RunnerSettings(identity={}).max_tries,

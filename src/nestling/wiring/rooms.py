@@ -13,7 +13,6 @@ from nestling.core.rundir import ArtifactStore, write_atomic
 from nestling.core.seeds import derive_seed
 from nestling.engine.tokenizer import Tokenizer
 from nestling.families.splits import EvalSecret, commitment
-from nestling.fleet.budget import load_prices
 from nestling.fleet.handlers import StageSeconds, job_handlers
 from nestling.fleet.worker import Handlers
 from nestling.inner.baselines import Baselines
@@ -28,6 +27,7 @@ from nestling.jobs.leaks import LeakIndex
 from nestling.jobs.outcome import Outcome, StepRecord
 from nestling.jobs.probe import ProbeOptions, ProbeReport, probe
 from nestling.jobs.probe_env import JailedOpener
+from nestling.wiring.prices import worker_prices
 from nestling.wiring.state import LEAKS_FOLDER, SECRET_FILE, make_state_folder
 
 __all__ = [
@@ -60,7 +60,7 @@ class Room:
         self._opener = JailedOpener(jail=jail, starter=self._zygote)
         self._leaks: dict[str, LeakIndex | None] = {}
         self._tokenizers: dict[str, Tokenizer] = {}
-        price = load_prices()[config.fleet.machine]
+        price = worker_prices(config)[config.fleet.machine]
         self.context = InnerContext(
             trainer=self._trainer(jail, stacks),
             scorer=self._scorer,
