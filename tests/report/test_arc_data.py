@@ -61,8 +61,8 @@ def test_hostile_text_survives(make_run, hostile, tmp_path):
         ("run.json", b"{"),
         ("run.json", None),
         ("episodes.jsonl.gz", b"not gzip"),
-        ("episodes.jsonl.gz", gzip.compress(b'{"id": 3}\n')),
-        ("jobs.jsonl.gz", gzip.compress(b"{}\n")[:-9]),
+        ("episodes.jsonl.gz", gzip.compress(b'{"id": 3}\n', mtime=0)),
+        ("jobs.jsonl.gz", gzip.compress(b"{}\n", mtime=0)[:-9]),
         ("sweeps.jsonl.gz", None),
     ],
 )

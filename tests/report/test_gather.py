@@ -218,6 +218,8 @@ def test_gpu_minutes_and_open_reservations(tmp_path):
         store.money.settle("b", 10_000, 60.0)
     data = gather(folder.root)
     assert data.gpu_minutes == pytest.approx(1.5)
+    (folder.root / "config.toml").write_text("[fleet]\nworkers_per_machine = 3\n")
+    assert gather(folder.root).gpu_minutes == pytest.approx(0.5)
     assert data.usd == pytest.approx(0.26)
     assert data.usd_reserved == pytest.approx(0.5)
     assert [(cost.family, cost.tries) for cost in data.family_costs] == [("ledger", 2)]

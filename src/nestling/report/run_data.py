@@ -321,7 +321,8 @@ class RunData:
 
     @property
     def gpu_minutes(self) -> float | None:
-        """None when no machine time was accounted."""
+        """Worker minutes over the workers that share a GPU; None when no machine time was accounted."""
         if not self.costs:
             return None
-        return sum(cost.minutes for cost in self.costs if cost.is_gpu)
+        share = int(self.info.config.get("fleet", {}).get("workers_per_machine", 1))
+        return sum(cost.minutes for cost in self.costs if cost.is_gpu) / share
