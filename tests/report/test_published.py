@@ -21,7 +21,7 @@ from nestling.report.published.plan import read_plan
 from nestling.report.published.quantities import QUANTITIES, Evidence
 
 RESULTS = Path(__file__).parents[2] / "results"
-KEPT = ("arc/arcs.toml", "pilots", "quick", "bench", "agents", "calibration")
+KEPT = ("arc/arcs.toml", "pilots", "quick", "laptop", "bench", "agents", "calibration")
 
 
 @pytest.fixture(scope="module")
