@@ -150,7 +150,7 @@ def test_scorer_that_never_comes_up_fails_the_job(
     assert scorer.process_id() is None
 
 
-READY = '{"kind":"ready","fingerprint":"f","commitments":{"b":"c"},"cpu_s":0}'
+READY = '{"kind":"ready","fingerprint":"f","commitments":{"b":"c"}}'
 
 
 @pytest.mark.parametrize(

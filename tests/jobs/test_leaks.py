@@ -147,7 +147,7 @@ def test_dev_items_have_their_own_message(indexed):
 @pytest.mark.parametrize("name", ["multi_hop", "dispatch"])
 def test_index_of_a_family_holds_dev_and_all_hidden_sets(name):
     secret = EvalSecret(bytes(32))
-    index = LeakIndex.for_family(name, secret, hidden=50, dev=20)
+    index = LeakIndex.for_family(name, secret, hidden=50, dev=20, key=b"key")
     assert index.sizes == {"dev": 20, "a": 50, "b": 50, "c": 50}
     rows = rows_of(hidden_items(name, "c", 50, secret))
     assert {match.split for match in index.search(rows, {})} == {"c"}

@@ -326,7 +326,7 @@ BROKEN = [
     BrokenJob(
         name="money",
         code="budget.cpu_s",
-        line="[budget] the job would cost about 52 CPU-seconds; expected at most 5; fix: lower max_steps or batch_size",
+        line="[budget] the job would cost about 45 CPU-seconds; expected at most 5; fix: lower max_steps or batch_size",
         cap_cpu_s=5.0,
     ),
 ]

@@ -96,12 +96,21 @@ class LeakIndex:
 
     @classmethod
     def for_family(
-        cls, family: str, secret: EvalSecret, *, hidden: int, dev: int = 64
+        cls,
+        family: str,
+        secret: EvalSecret,
+        *,
+        hidden: int,
+        dev: int = 64,
+        key: bytes | None = None,
     ) -> LeakIndex:
-        """The index of a family's first `dev` dev items and `hidden` items of each hidden set."""
+        """The index of a family's first `dev` dev items and `hidden` items of each hidden set.
+
+        `key` as in `build`.
+        """
         items: dict[str, Sequence[Item]] = {"dev": dev_items(family, dev)}
         items |= {split: hidden_items(family, split, hidden, secret) for split in HIDDEN}
-        return cls.build(get(family), items)
+        return cls.build(get(family), items, key=key)
 
     @classmethod
     def build(
@@ -112,7 +121,10 @@ class LeakIndex:
         honest_rows: int = _HONEST_ROWS,
         key: bytes | None = None,
     ) -> LeakIndex:
-        """Index items by split name, for example `dev`, `a`, `b`, `c`. Takes about a second."""
+        """Index items by split name, for example `dev`, `a`, `b`, `c`. Takes about a second.
+
+        `key` (random by default) hides what is kept and draws the honest rows whose words are no sign of a leak.
+        """
         used = key or secrets.token_bytes(16)
         rng = random.Random(int.from_bytes(hashlib.sha256(used).digest()[:8], "big"))
         honest_marks: set[bytes] = set()
