@@ -190,13 +190,16 @@ def test_day_cap_holds_over_all_runs_also_when_they_are_killed(tmp_path: Path, s
         arguments = [str(tmp_path), str(seed), name, str(cap_usd)]
         return subprocess.Popen([sys.executable, "-c", _SUBMIT_OF_A_RUN, *arguments])
 
-    processes = {name: start(name) for name in names}
-    for name in names[:2]:  # killed while they reserve, and never started again
-        while not _has_reserved(tmp_path / f"{name}.db"):
-            assert processes[name].poll() is None or _has_reserved(tmp_path / f"{name}.db")
-            time.sleep(0.005)
-        time.sleep(rng.uniform(0.0, 0.1))
+    processes = {}
+    for name in names[
+        :2
+    ]:  # killed while they reserve, before all is spent, and never started again
+        processes[name] = start(name)
+        while processes[name].poll() is None and not _has_reserved(tmp_path / f"{name}.db"):
+            time.sleep(0.002)  # one that finds nothing left ends by itself
+        time.sleep(rng.uniform(0.0, 0.02))
         processes[name].send_signal(signal.SIGKILL)
+    processes |= {name: start(name) for name in names[2:]}
     codes = [process.wait(timeout=300) for process in processes.values()]
     assert codes[2:] == [0] * (NUM_PROCESSES - 2)
 
