@@ -204,7 +204,14 @@ async def test_an_agent_trained_with_all_weights_as_the_nearest_adapter(
     distance = {}
     for rank in (1, 8):
         out = tmp_path / f"rank-{rank}"
-        done = export(run, out, base, rank=rank, adapter_only=True)
+        done = export(
+            run,
+            out,
+            base,
+            rank=rank,
+            adapter_only=True,
+            load_base=lambda one: load_agent(one, "cpu"),
+        )
         assert done.kind == "adapter"
         assert {path.name for path in out.iterdir()}.isdisjoint({"base", "merged"})
         assert f"{done.kept:.1%} of what changed" in (out / "README.md").read_text()

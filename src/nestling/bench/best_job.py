@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nestling.agent.reward import RewardKind
-from nestling.bench.markdown import circumstances, table
+from nestling.bench.markdown import circumstances, table_text
 from nestling.bench.record import BenchRecord, Measured
 from nestling.bench.response_data import EVAL_RANGE, Job, Trial, read_trials
 from nestling.core.errors import ConfigError
@@ -169,11 +169,11 @@ def page(record: BenchRecord) -> str:
         f"{verdict(figures)}\n\n"
         f"`{settings['reward']}` reward of {figures['trials']} trained jobs, paid as accepted at the first attempt. Evidence "
         f"split by {figures['split']} (standard deviation of a reward{noise}). {circumstances(record)}\n"
-        f"{table(_COLUMNS, _rows(figures))}\n"
+        f"{table_text(_COLUMNS, _rows(figures))}\n"
         "## Which choices depend on the family\n\n"
         "One choice at a time, everything else as in the job that was varied most in each family; `eval` is the range that "
         "the family's spec gives.\n\n"
-        f"{table(CHOICE_COLUMNS, choice_rows(figures))}"
+        f"{table_text(CHOICE_COLUMNS, choice_rows(figures))}"
     )
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nestling.bench.record import BenchRecord
+from nestling.report.published.markdown import table
 
-__all__ = ["circumstances", "table"]
+__all__ = ["circumstances", "table_text"]
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; bars in cells are escaped."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines
-    )
+def table_text(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table with the end of its last line."""
+    return "".join(f"{line}\n" for line in table(columns, rows))
 
 
 def circumstances(record: BenchRecord) -> str:

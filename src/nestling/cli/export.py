@@ -39,12 +39,13 @@ def command(
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from nestling.outer.export import export_agent
-    from nestling.wiring.agents import agent_folder
+    from nestling.wiring.agents import agent_folder, load_agent
 
     done = export_agent(
         run,
         out,
         find_base=agent_folder,
+        load_base=lambda folder: load_agent(folder, "cpu"),
         step=step,
         adapter_only=adapter_only,
         rank=rank,

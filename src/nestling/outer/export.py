@@ -51,6 +51,7 @@ def export_agent(
     out: Path,
     *,
     find_base: Callable[[str], Path],
+    load_base: Callable[[Path], Model] = load_model,
     step: int | None = None,
     adapter_only: bool = False,
     rank: int | None = None,
@@ -59,7 +60,7 @@ def export_agent(
     """Write the agent after `step` (None: the newest saved one) to `out`, which must not exist yet.
 
     `find_base` gives the folder of the model that the recipe calls by this name; an adapter needs it,
-    and it lends tokenizer files and licence to all. With `adapter_only`, `base/` and `merged/` are
+    and it lends tokenizer files and licence to all. `load_base` reads it. With `adapter_only`, `base/` and `merged/` are
     left out, and the adapter names its base as the recipe does. `rank` makes an adapter of an agent that
     was trained with all weights, in float16. The folder appears by one rename.
 
@@ -93,10 +94,10 @@ def export_agent(
                     f"{run} trained an adapter, whose rank is in its recipe; expected a run with all "
                     f"weights; leave out --rank"
                 )
-            began = _began_with(source, base)
+            began = _began_with(source, base, load_base)
             adapter = load_adapter(source / _ADAPTER, began.config)
         elif rank is not None:
-            began = _began_with(source, base)
+            began = _began_with(source, base, load_base)
             adapter, kept = nearest_adapter(began.weights, load_model(source).weights, rank)
         else:
             adapter = None
@@ -161,14 +162,14 @@ def _write_model(model: Model, base: Path | None, out: Path) -> int:
     return int(model.weights.flat.shape[1])
 
 
-def _began_with(source: Path, base: Path | None) -> Model:
+def _began_with(source: Path, base: Path | None, load_base: Callable[[Path], Model]) -> Model:
     """The model that the run which saved `source` began with."""
     if base is None:
         raise ConfigError(
             f"{source} needs the model that the run began with, which is not here; expected agent.model "
             f"of the run's config.toml; put that model back, or export where it is"
         )
-    model = load_model(base)
+    model = load_base(base)
     try:
         began = json.loads((source / "state.json").read_text("utf-8"))["initial_hash"]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -32,6 +32,7 @@ from nestling.core.seeds import derive_seed
 from nestling.outer import stats
 from nestling.outer.heldout import UNTRAINED
 from nestling.outer.stats import Estimate
+from nestling.report.paired import Task, by_task
 from nestling.report.reference_rows import is_checkpoint
 from nestling.report.run_data import EpisodeRow, RunData
 
@@ -92,10 +93,9 @@ def power_rows(data: RunData, effect: float = EFFECT) -> list[PowerRow]:
     """
     if effect <= 0:
         raise ValueError(f"an effect of {effect} cannot be looked for; expected more than 0")
-    arms: dict[str, dict[tuple[str, int], EpisodeRow]] = {}
-    for one in data.episodes:
-        if one.arm is not None:
-            arms.setdefault(one.arm, {})[one.family, one.member] = one
+    families = {one.family for one in data.episodes}
+    names = {one.arm for one in data.episodes if one.arm is not None}
+    arms = {arm: by_task(data.episodes, arm, families) for arm in names}
     against = UNTRAINED if UNTRAINED in arms else _NOOP
     if against not in arms:
         return []
@@ -104,18 +104,18 @@ def power_rows(data: RunData, effect: float = EFFECT) -> list[PowerRow]:
     rows = []
     for arm in [*([newest] if newest else []), *others]:
         for training in (True, False):
-            families = _families(data, arms[arm], arms[against], training=training)
-            row = _row(data, families, effect=effect)
+            pairs = _pairs_by_family(data, arms[arm], arms[against], training=training)
+            row = _row(data, pairs, effect=effect)
             if row is not None:
                 rows.append(row)
     return rows
 
 
-_Played = Mapping[tuple[str, int], EpisodeRow]
+_Played = Mapping[Task, EpisodeRow]
 _Pairs = Sequence[tuple[EpisodeRow, EpisodeRow]]
 
 
-def _families(
+def _pairs_by_family(
     data: RunData, first: _Played, second: _Played, *, training: bool
 ) -> dict[str, _Pairs]:
     """Pairs by family."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nestling.bench.ablation.swaps import COLUMNS, rows_of
-from nestling.bench.markdown import circumstances, table
+from nestling.bench.markdown import circumstances, table_text
 from nestling.bench.record import BenchRecord
 
 __all__ = ["page"]
@@ -21,5 +21,5 @@ def page(record: BenchRecord) -> str:
         "swapped, with a 95 % cluster bootstrap interval; `by quality` and `by speed` add up to it. Alike: the job has the "
         "template's part already and counts as 0. Not runnable: by the code of why (`own.`: the job as it is), left out of n. Died: swapped jobs that "
         f"died in training, paid as such. {circumstances(record)}\n"
-        f"{table(COLUMNS, rows_of(record.figures))}"
+        f"{table_text(COLUMNS, rows_of(record.figures))}"
     )
