@@ -92,6 +92,22 @@ def test_stacking_gives_the_same_model_up_to_rounding(tmp_path: Path) -> None:
     assert math.isclose(found[0]["loss"], found[1]["loss"], rel_tol=1e-3)
 
 
+def test_a_rarely_practised_family_gets_no_noise(tmp_path: Path) -> None:
+    config = BuildConfig(out=tmp_path / "out", work=tmp_path / "work")
+    limited = TINY.model_copy(update={"shares": {"multi_hop": 0.2}})
+    build(config, limited, quiet, SystemClock())
+    made = list((tmp_path / "work" / "tiny").glob("*_[0-9]/done.json"))
+    noise = [json.loads(path.read_text())["noise"] for path in made]
+    assert len(noise) == 4
+    assert {one["multi_hop"] for one in noise} == {0.0}
+    assert {one["ledger"] for one in noise} >= {0.0, 2.0}
+    final = json.loads((tmp_path / "work" / "tiny" / "final.json").read_text())
+    assert final["miss"] == miss(final["scores"], {"ledger": 0.3}), "its score is no miss"
+    card = (tmp_path / "out" / "tiny" / "README.md").read_text()
+    assert "skill itself is limited: multi_hop." in card
+    assert "at most 0.40" in card
+
+
 def test_a_work_folder_belongs_to_one_recipe(tmp_path: Path) -> None:
     config = BuildConfig(out=tmp_path / "out", work=tmp_path / "work", deadline_s=1)
     assert build(config, TINY, quiet, SteppingClock()) == "paused"

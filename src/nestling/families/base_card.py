@@ -39,7 +39,7 @@ def render_card(
     listed = ", ".join(f"{name} {getattr(rates, name)}" for name in ErrorRates.__slots__)
     n = recipe.final_items
     rows = "\n".join(
-        f"| {name} | {scores[name]:.3f} | {low:.3f} to {high:.3f} | {recipe.targets[name]:.2f} "
+        f"| {name} | {scores[name]:.3f} | {low:.3f} to {high:.3f} | {_aim(recipe, name)} "
         f"| {noise[name]:.2f} | {greedy[name]:.3f} |"
         for name, (low, high) in ((name, wilson(scores[name], n)) for name in recipe.targets)
     )
@@ -54,7 +54,7 @@ is a starting point for reinforcement learning, not a useful model. Llama layout
 width {recipe.hidden_size}, closed vocabulary of {recipe.model_config_of().vocab_size} places, byte fallback.
 
 ## Score before any training
-Temperature 1, {n} fresh items per family, exact answers only; "greedy" shows the skill below the noise.
+Temperature 1, {n} fresh items per family, exact answers only; "greedy" shows the skill below the noise.{_limits(recipe)}
 
 | family | score | 95 % interval | aimed at | noise z | greedy |
 | --- | --- | --- | --- | --- | --- |
@@ -70,6 +70,19 @@ Temperature 1, {n} fresh items per family, exact answers only; "greedy" shows th
   {recipe.noisy_lr:g} with decay. Rates at z = 1: {listed}. z was searched per family on the model itself.
 - Licence: {LICENCE}, weights and data generator alike.
 """
+
+
+def _aim(recipe: BaseRecipe, name: str) -> str:
+    target = f"{recipe.targets[name]:.2f}"
+    return f"at most {target}" if name in recipe.limited else target
+
+
+def _limits(recipe: BaseRecipe) -> str:
+    if not recipe.limited:
+        return ""
+    return (
+        f"\nRarely practised, so that skill itself is limited: {', '.join(sorted(recipe.limited))}."
+    )
 
 
 def _law(recipe: BaseRecipe) -> str:

@@ -24,7 +24,7 @@ class BaseRecipe(Frozen):
     intermediate_size: int
     seed: int = Field(0, ge=0, le=63)
     targets: dict[str, float]
-    """Score at temperature 1 to aim at, per family."""
+    """Score at temperature 1 to aim at, per family; for a limited one the highest that will do."""
     shares: dict[str, float] = Field(default_factory=dict)
     """How often a family is demonstrated, 1 for the others; little leaves a limit of skill."""
     clean_tokens: int = Field(ge=1)
@@ -49,6 +49,11 @@ class BaseRecipe(Frozen):
     refit_items: int = Field(400, ge=1)
     final_items: int = Field(800, ge=1)
     """Items per family; the final ones are fresh."""
+
+    @property
+    def limited(self) -> frozenset[str]:
+        """Families that are demonstrated rarely: little practice sets their score, not noise."""
+        return frozenset(name for name, share in self.shares.items() if share < 1)
 
     def model_config_of(self) -> ModelConfig:
         """The decoder's shape."""

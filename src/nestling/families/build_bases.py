@@ -166,7 +166,7 @@ class _Build:
     def _sweep(self, clean: Weights) -> dict[str, list[Point]]:
         """Scores of models trained at each noise of the sweep, the same noise for all families."""
         points: dict[str, list[Point]] = {name: [] for name in self.families}
-        settings = [dict.fromkeys(self.families, z) for z in self.recipe.sweep]
+        settings = [self._noise(dict.fromkeys(self.families, z)) for z in self.recipe.sweep]
         for tried in self._trials("sweep", clean, settings, self.recipe.sweep_items):
             self._note(points, tried, self.recipe.sweep_items)
         return points
@@ -176,13 +176,24 @@ class _Build:
         one = self.recipe
         candidates: list[dict[str, Any]] = []
         for number, factors in enumerate(one.refits):
-            center = {name: next_noise(points[name], one.targets[name]) for name in self.families}
+            center = self._noise(
+                {name: next_noise(points[name], one.targets[name]) for name in self.families}
+            )
             self.log("refit", round=number, noise=_rounded(center))
             settings = [{name: z * factor for name, z in center.items()} for factor in factors]
             for tried in self._trials(f"refit{number}", clean, settings, one.refit_items):
                 self._note(points, tried, one.refit_items)
                 candidates.append(tried)
-        return min(candidates, key=lambda tried: miss(tried["scores"], one.targets))
+        return min(candidates, key=lambda tried: miss(tried["scores"], self._aimed_at()))
+
+    def _noise(self, noise: Mapping[str, float]) -> dict[str, float]:
+        """None where skill is limited: GRPO takes noise away, and the score would not show the limit."""
+        return {name: 0.0 if name in self.recipe.limited else z for name, z in noise.items()}
+
+    def _aimed_at(self) -> dict[str, float]:
+        """Targets that noise can reach."""
+        limited = self.recipe.limited
+        return {name: score for name, score in self.recipe.targets.items() if name not in limited}
 
     def _note(self, points: dict[str, list[Point]], tried: dict[str, Any], n: int) -> None:
         for name in self.families:
@@ -285,7 +296,7 @@ class _Build:
             "intervals": intervals,
             "noise": best["noise"],
             "n": n,
-            "miss": miss(found, self.recipe.targets),
+            "miss": miss(found, self._aimed_at()),
         }
         self.log("final", **result)
         _write(marker, result)
