@@ -16,6 +16,7 @@ A failure of the agent or of its job is recorded as an outcome; only our own bug
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 __all__ = [
     "ConfigError",
@@ -66,6 +67,9 @@ class JobRejectedError(NestlingError):
         super().__init__("\n".join(problem.line() for problem in problems))
         self.problems = problems
 
+    def __reduce__(self) -> tuple[type[Self], tuple[list[Problem]]]:
+        return type(self), (self.problems,)
+
 
 class JobFailedError(NestlingError):
     """A job died while training or scoring; `reason` is a stable code."""
@@ -75,6 +79,9 @@ class JobFailedError(NestlingError):
         self.reason = reason
         self.detail = detail
 
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        return type(self), (self.reason, self.detail)
+
 
 class JailError(NestlingError):
     """Agent code broke the pipe protocol or its limits, or the jail cannot start."""
@@ -83,6 +90,9 @@ class JailError(NestlingError):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        return type(self), (self.reason, self.detail)
 
 
 class ModelError(NestlingError):
