@@ -9,6 +9,7 @@ from nestling.bench.gpu_jobs import jobs_of
 from nestling.bench.gpu_shapes import LITTLE, Sizes
 from nestling.bench.peers import has_transformers
 from nestling.core.errors import ConfigError
+from nestling.jobs.bounds import SMALL
 
 TINY = Sizes(
     shapes=("toy",),
@@ -28,6 +29,7 @@ TINY = Sizes(
 QUICK = ("decode", "lanes", "grpo", "stacked", "agreement", "memory")
 
 
+@pytest.mark.long
 def test_every_part_runs_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure(parts=QUICK, device="cpu", sizes=TINY, kept=tmp_path)
     assert {row["part"] for row in found.runs} == set(QUICK)
@@ -52,11 +54,11 @@ def test_every_part_runs_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_jobs_are_those_of_the_issue() -> None:
-    bundles = jobs_of(6, replace(LITTLE, rollouts=128, job_steps=8))
+    bundles = jobs_of(6, Sizes())
     assert bundles[0].job_hash == bundles[5].job_hash
     for bundle in bundles:
-        table = bundle.manifest().prime_rl
-        assert (table.max_steps, table.batch_size, table.group_size) == (8, 128, 8)
+        table = bundle.manifest(replace(SMALL, max_rollouts=2048)).prime_rl
+        assert (table.max_steps, table.batch_size, table.group_size) == (10, 128, 8)
 
 
 def test_unknown_part_and_shape() -> None:

@@ -74,6 +74,7 @@ def jobs_of(count: int, sizes: Sizes) -> list[Bundle]:
             batch_size=sizes.rollouts,
             group_size=sizes.group_size,
             temperature=table.temperature,
+            bounds=_BOUNDS,
         )
         files = dict(template.files) | {"job.toml": render_manifest(manifest).encode()}
         found.append(Bundle.from_files(files))
@@ -129,4 +130,5 @@ def _row(
         "jobs_per_s": len(ended) / seconds,
         "mean_uplift": mean(one.uplift or 0.0 for one in ended) if ended else None,
         "longest_s": max(one.wall_s for one in outcomes),
+        "mean_cpu_s": mean(one.cpu_s for one in outcomes),
     }
