@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from nestling.engine.cpu_cache import CpuCache
 from nestling.engine.cpu_step import CpuStep
 from nestling.engine.lora import LoraConfig, LoraWeights
 from nestling.engine.model import KVCache, Model, decode, extend
@@ -36,23 +37,23 @@ def test_equals_the_plain_functions(changes: dict[str, object], lora: bool, ragg
         bias = model.weights.views()["layers.0.qkv_bias"]
         bias.copy_(torch.linspace(-1, 1, bias.numel()).view(bias.shape))
     config, params = model.config, model.params()
-    caches = [KVCache(config, 4, 32) for _ in range(2)]
-    ours = CpuStep(params, config, caches[0])
+    cache = KVCache(config, 4, 32)
+    ours = CpuStep(params, config, CpuCache(config, 4, 32))
     assert CpuStep.fits(params, config)
     rows = torch.arange(3)
     first = torch.arange(27).view(1, 3, 9) % 13 + 5
     empty = torch.zeros(1, 3, dtype=torch.long)
     ours.extend(first[0], empty[0], rows)
-    extend(params, config, first, empty, caches[1], rows)
+    extend(params, config, first, empty, cache, rows)
     start = START if ragged else torch.full_like(START, 9)
     ours.extend(MORE[0], start[0], rows)
-    extend(params, config, MORE, start, caches[1], rows)
+    extend(params, config, MORE, start, cache, rows)
     token = torch.tensor([[5, 6, 7]])
     for step in range(3):
         position = start + 4 + step
         width = int(position.max()) + 1
         found = ours.decode(token[0], position[0], width)
-        expected = decode(params, config, token, position, caches[1], width)
+        expected = decode(params, config, token, position, cache, width)
         assert (found - expected[0]).abs().max() < 2e-5
 
 
@@ -71,7 +72,7 @@ def test_shared_prompts_change_nothing_but_rounding(
 ) -> None:
     model = make_model(**changes)
     config, params = model.config, model.params()
-    plain, shared = (CpuStep(params, config, KVCache(config, 6, 48)) for _ in range(2))
+    plain, shared = (CpuStep(params, config, CpuCache(config, 6, 48)) for _ in range(2))
     shared.prompts = SharedPrompts(shared.cache, worth_bytes=0)
     groups = [[0, 3, 4], [1, 2]]  # neighbours in the cache need not share a prompt
     for ours in (plain, shared):

@@ -12,9 +12,9 @@ import numpy.typing as npt
 import torch
 
 from nestling.engine.config import ModelConfig
+from nestling.engine.cpu_cache import CpuCache
 from nestling.engine.cpu_step import CpuStep
 from nestling.engine.decoder import sample_tokens
-from nestling.engine.model import KVCache
 from nestling.engine.params import Params
 from nestling.engine.slot_rows import Copies, SlotRows
 
@@ -37,7 +37,7 @@ class CpuDecoder:
         temperature: float,
     ) -> None:
         self._max_len, self._vocab_size = max_len, config.vocab_size
-        self._cache = KVCache(config, num_slots, min(max_len, _FIRST_LENGTH))
+        self._cache = CpuCache(config, num_slots, min(max_len, _FIRST_LENGTH))
         self._step = CpuStep(params, config, self._cache, max_len)
         self._rows = SlotRows(num_slots)
         self._uniforms = np.zeros((num_slots, max_len + 1), np.float32)
@@ -121,10 +121,10 @@ class CpuDecoder:
     def _copy(self, copies: Copies, width: int) -> None:
         if not copies.source:
             return
-        for buffer in (*self._cache.keys, *self._cache.values):
-            # Rows are few: indexing with all of them at once takes twice as long.
-            for source, target in zip(*copies, strict=True):
-                buffer[target, :, :width] = buffer[source, :, :width]
+        cached = self._cache.arrays  # [layers, 2, rows, K, L, d]
+        # Rows are few: indexing with all of them at once takes twice as long.
+        for source, target in zip(*copies, strict=True):
+            cached[:, :, target, :, :width] = cached[:, :, source, :, :width]
         self._step.prompts.move(*copies)
 
     def _reserve(self, length: int) -> None:

@@ -12,16 +12,22 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nestling.engine.config import ModelConfig
-from nestling.engine.model import KVCache, rotary_tables
+from nestling.engine.cpu_cache import CpuCache
+from nestling.engine.model import rotary_tables
 from nestling.engine.params import Linear, Params
 from nestling.engine.shared_prompts import PromptPlan, SharedPrompts
 
 __all__ = ["CpuStep"]
+
+_Indices = npt.NDArray[np.int64]
+_Floats = npt.NDArray[np.float32]
 
 _BLOCK_TOKENS = 512
 """Prefill works on about this many tokens at a time, so that activations stay in the processor's cache."""
@@ -35,11 +41,33 @@ class _Layer(NamedTuple):
     down: Tensor  # [F, D]
 
 
+class _Buffers:
+    """What a decode step of R rows writes into, as tensors and as arrays of the same memory."""
+
+    def __init__(self, config: ModelConfig, R: int) -> None:
+        H, K, d = config.num_heads, config.num_kv_heads, config.head_dim
+        D, F = config.hidden_size, config.intermediate_size
+        self.x, self.normed = torch.empty(R, D), torch.empty(R, D)
+        self.x_array, self.normed_array = self.x.numpy(), self.normed.numpy()
+        self.inverse = np.empty((R, 1), np.float32)
+        self.qkv = torch.empty(R, (H + 2 * K) * d)
+        heads = self.qkv.view(R, H + 2 * K, d)
+        self.pairs = torch.view_as_complex(heads.view(R, H + 2 * K, d // 2, 2)[:, : H + K])
+        self.query = heads.numpy()[:, :H].reshape(R, K, H // K, d)
+        self.fresh = heads.numpy()[:, H:].reshape(R, 2, K, d)
+        """Keys and values."""
+        self.y = torch.empty(R, H * d)
+        self.mixed = self.y.numpy().reshape(R, K, H // K, d)
+        self.gate_up, self.act = torch.empty(R, 2 * F), torch.empty(R, F)
+        self.gate, self.up = self.gate_up.chunk(2, -1)
+        self.logits = torch.empty(R, config.vocab_size)
+
+
 class CpuStep:
     """`extend` and `decode` of `model`, for J = 1 in float32 on the CPU; see `fits`."""
 
     def __init__(
-        self, params: Params, config: ModelConfig, cache: KVCache, max_len: int | None = None
+        self, params: Params, config: ModelConfig, cache: CpuCache, max_len: int | None = None
     ) -> None:
         """`max_len`: positions there can be, where the cache may grow to them later."""
         self.config, self.cache = config, cache
@@ -52,8 +80,8 @@ class CpuStep:
             cos, sin = rotary_tables(config, longest)
             self._turn = torch.complex(cos, sin)  # [max_len, 1, d/2]
             self._eps = torch.tensor(config.rms_eps)
-            self._row = torch.arange(cache.num_rows)
             self._place = torch.arange(longest)
+        self._used: _Buffers | None = None
 
     @staticmethod
     def fits(params: Params, config: ModelConfig) -> bool:
@@ -77,58 +105,81 @@ class CpuStep:
             self._extend(ids[block], start[block], rows[block])
 
     @torch.inference_mode()
+    @np.errstate(over="ignore", invalid="ignore")  # weights that have diverged are for the caller
     def decode(self, token: Tensor, position: Tensor, width: int) -> Tensor:
         """As `model.decode` for token, position [R] of the first R cache rows; logits [R, V].
 
         The result lives in a buffer of the next call.
         """
-        config, R = self.config, token.shape[0]
-        H, K, d = config.num_heads, config.num_kv_heads, config.head_dim
-        groups, row = H // K, self._row[:R]
-        plan = self.prompts.plan(R)
-        first = 0 if plan is None else plan.start
-        mask = self._mask(position, width, plan)
+        R, place = token.shape[0], position.numpy()
+        if self._used is None or len(self._used.x) != R:
+            self._used = _Buffers(self.config, R)
+        used, plan = self._used, self.prompts.plan(R)
+        first, given = (0, 0) if plan is None else (plan.start, plan.width)
+        mask = self._mask(place, width, plan)
         turn = self._turn[position]
-        x = self._embed[token]
+        weights = torch.empty(*used.query.shape[:3], given + width - first)
+        shares = weights.numpy()  # [R, K, H/K, keys]
+        own = shares[..., given:]
+        same_place = place.min() == width - 1
+        row = np.arange(R)
+        torch.index_select(self._embed, 0, token, out=used.x)
         for i, layer in enumerate(self._layers):
-            turned, v = self._heads(x, layer, turn)
-            keys, values = self.cache.keys[i], self.cache.values[i]
-            keys[row, :, position] = turned[:, H:]
-            values[row, :, position] = v
-            query = turned[:, :H].reshape(R * K, groups, d)
-            seen = keys[:R].view(R * K, -1, d)[:, first:width]
-            scores = torch.bmm(query, seen.transpose(1, 2)).view(R, H, width - first)
+            self._norm(used)
+            if layer.qkv_bias is None:
+                torch.mm(used.normed, layer.qkv, out=used.qkv)
+            else:
+                torch.addmm(layer.qkv_bias, used.normed, layer.qkv, out=used.qkv)
+            used.pairs.mul_(turn)
+            cached = self.cache.arrays[i]  # [2, rows, K, L, d]
+            if same_place:
+                cached[:, :R, :, width - 1] = used.fresh.swapaxes(0, 1)
+            else:
+                cached[:, row, :, place] = used.fresh
+            seen = cached[:, :R, :, first:width]
+            np.matmul(used.query, seen[0].swapaxes(2, 3), out=own)
             if plan is not None:
-                scores = torch.cat((plan.scores(i, turned[:, :H]), scores), -1)
+                plan.score(i, used.query, shares)
             if mask is not None:
-                scores.add_(mask)
-            shares = torch.softmax(scores, -1, out=scores)
-            own = shares[..., -(width - first) :].reshape(R * K, groups, width - first)
-            y = torch.bmm(own, values[:R].view(R * K, -1, d)[:, first:width]).view(R, H, d)
+                shares += mask
+            torch.softmax(weights, -1, out=weights)
+            np.matmul(own, seen[1], out=used.mixed)
             if plan is not None:
-                y += plan.mixed(i, shares[..., : -(width - first)])
-            x.addmm_(y.view(R, H * d), layer.attn_out)
-            self._feed_forward(x, layer)
-        return torch.mm(self._normed(x), self._head)
+                plan.mix(i, shares, used.mixed)
+            used.x.addmm_(used.y, layer.attn_out)
+            self._norm(used)
+            torch.mm(used.normed, layer.gate_up, out=used.gate_up)
+            torch.ops.aten.silu.out(used.gate, out=used.act)
+            used.x.addmm_(used.act.mul_(used.up), layer.down)
+        self._norm(used)
+        return torch.mm(used.normed, self._head, out=used.logits)
 
-    def _mask(self, position: Tensor, width: int, plan: PromptPlan | None) -> Tensor | None:
-        """[R, 1, keys]: minus infinity where a row has no key; None when all see the same ones."""
+    def _norm(self, used: _Buffers) -> None:
+        """Put x over its root mean square into `normed`; numpy's calls cost a fraction of torch's."""
+        inverse = used.inverse
+        np.vecdot(used.x_array, used.x_array, out=inverse[:, 0])
+        inverse /= used.x_array.shape[1]
+        inverse += self.config.rms_eps
+        np.sqrt(inverse, out=inverse)
+        np.divide(used.x_array, inverse, out=used.normed_array)
+
+    def _mask(self, place: _Indices, width: int, plan: PromptPlan | None) -> _Floats | None:
+        """[R, 1, 1, keys]: minus infinity where a row has no key; None when all see the same ones."""
         first = 0 if plan is None else plan.start
         ragged_prompts = plan is not None and plan.mask is not None
-        if int(position.min()) == width - 1 and not ragged_prompts:
+        if place.min() == width - 1 and not ragged_prompts:
             return None
-        place = self._place[first:width]
-        hidden = place > position[:, None]
+        at = np.arange(first, width)
+        hidden = at > place[:, None]
         if plan is not None:
-            hidden |= place < plan.given[:, None]
-        mask = torch.zeros(len(position), 1, width - first)
-        mask.masked_fill_(hidden[:, None], -math.inf)
-        if plan is None:
-            return mask
-        prompt = plan.mask
-        if prompt is None:
-            prompt = mask.new_zeros(len(position), 1, plan.start)
-        return torch.cat((prompt, mask), -1)
+            hidden |= at < plan.given[:, None]
+        mask = np.where(hidden, np.float32(-math.inf), np.float32(0))
+        if plan is not None:
+            prompt = plan.mask
+            if prompt is None:
+                prompt = np.zeros((len(place), plan.width), np.float32)
+            mask = np.concatenate((prompt, mask), 1)
+        return mask[:, None, None]
 
     def _extend(self, ids: Tensor, start: Tensor, rows: Tensor) -> None:
         config = self.config

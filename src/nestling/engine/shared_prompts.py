@@ -12,12 +12,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
 
-from nestling.engine.model import KVCache
+from nestling.engine.cpu_cache import CpuCache
 
 __all__ = ["PromptPlan", "SharedPrompts"]
+
+_Floats = npt.NDArray[np.float32]
 
 _WORTH_BYTES = 4 * 2**20
 """Keys and values of a layer that are read once instead of once per row; below it, the steps that join two parts of
@@ -30,66 +32,56 @@ class PromptPlan:
 
     start: int
     """Own keys are needed from here on."""
-    given: Tensor
+    given: npt.NDArray[np.int64]
     """[R]: positions the shared prompt of each row has, at least `start`."""
-    mask: Tensor | None
-    """[R, 1, P]: minus infinity behind a shorter prompt; None when all are equally long."""
-    place: Tensor
+    mask: _Floats | None
+    """[R, P]: minus infinity behind a shorter prompt; None when all are equally long."""
+    place: npt.NDArray[np.int64]
     """[R]: where a row lies in the padded G * M."""
-    shape: tuple[int, int, int]
-    """G, M, P."""
-    keys: list[Tensor]
-    """Per layer [G * K, P, d]."""
-    values: list[Tensor]
+    row: npt.NDArray[np.int64]
+    """[G * M]: the row of a place; any row where there is none."""
+    shared: _Floats
+    """[layers, 2, G, K, P, d]: keys, values."""
 
-    def scores(self, layer: int, query: Tensor) -> Tensor:
-        """[R, H, P] of scaled queries [R, H, d]."""
-        keys, (_, _, P) = self.keys[layer], self.shape
-        found = torch.bmm(self._gathered(query, keys), keys.transpose(1, 2))
-        return self._scattered(found, query.shape[1], P)
+    @property
+    def width(self) -> int:
+        """P."""
+        return int(self.shared.shape[4])
 
-    def mixed(self, layer: int, shares: Tensor) -> Tensor:
-        """Values [R, H, d] weighted by shares [R, H, P]."""
-        values = self.values[layer]
-        found = torch.bmm(self._gathered(shares, values), values)
-        return self._scattered(found, shares.shape[1], values.shape[-1])
+    def score(self, layer: int, query: _Floats, scores: _Floats) -> None:
+        """Put the scores of scaled queries [R, K, H/K, d] into the first P of scores [R, K, H/K, keys]."""
+        keys = self.shared[layer, 0].swapaxes(2, 3)
+        scores[..., : self.width] = self._product(query, keys)
 
-    def _gathered(self, x: Tensor, pair: Tensor) -> Tensor:
-        """[G * K, M * H/K, n] of x [R, H, n]; places without a row are zero."""
-        (G, M, _), (_, H, n) = self.shape, x.shape
-        heads = len(pair) // G
-        padded = x.new_zeros(G * M, H, n).index_copy_(0, self.place, x)
-        return (
-            padded.view(G, M, heads, H // heads, n)
-            .transpose(1, 2)
-            .reshape(G * heads, M * (H // heads), n)
+    def mix(self, layer: int, shares: _Floats, mixed: _Floats) -> None:
+        """Add values weighted by the first P of shares [R, K, H/K, keys] to mixed [R, K, H/K, d]."""
+        mixed += self._product(shares[..., : self.width], self.shared[layer, 1])
+
+    def _product(self, x: _Floats, pair: _Floats) -> _Floats:
+        """Rows x [R, K, H/K, n] times their group's pair [G, K, n, m]: [R, K, H/K, m]."""
+        G, K, _, m = pair.shape
+        padded = x[self.row].reshape(G, -1, *x.shape[1:])  # [G, M, K, H/K, n]
+        found = np.empty((*padded.shape[:4], m), np.float32)
+        np.matmul(
+            padded.transpose(0, 2, 3, 1, 4), pair[:, :, None], out=found.transpose(0, 2, 3, 1, 4)
         )
-
-    def _scattered(self, x: Tensor, H: int, n: int) -> Tensor:
-        G, M, _ = self.shape
-        heads = len(x) // G
-        rows = x.view(G, heads, M, H // heads, n).transpose(1, 2).reshape(G * M, H, n)
-        return rows.index_select(0, self.place)
+        return found.reshape(-1, K, x.shape[2], m)[self.place]
 
 
 class SharedPrompts:
     """Which rows of a cache begin with the same keys and values."""
 
-    def __init__(self, cache: KVCache, worth_bytes: int = _WORTH_BYTES) -> None:
+    def __init__(self, cache: CpuCache, worth_bytes: int = _WORTH_BYTES) -> None:
         self._cache, self._worth_bytes = cache, worth_bytes
         self._prompt = [-1] * cache.num_rows
-        self._stored: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        self._stored: dict[int, _Floats] = {}  # [layers, 2, K, length, d]
         self._next = 0
         self._plans: dict[int, PromptPlan | None] = {}
 
     def add(self, rows: Sequence[int], length: int) -> None:
         """The first `length` positions of these rows are the same from now on."""
         self.forget(rows)
-        cache, first = self._cache, rows[0]
-        self._stored[self._next] = (
-            [keys[first, :, :length].clone() for keys in cache.keys],
-            [values[first, :, :length].clone() for values in cache.values],
-        )
+        self._stored[self._next] = self._cache.arrays[:, :, rows[0], :, :length].copy()
         for row in rows:
             self._prompt[row] = self._next
         self._next += 1
@@ -118,8 +110,8 @@ class SharedPrompts:
         self._stored = {name: kept for name, kept in self._stored.items() if name in self._prompt}
         if -1 in used or 2 * len(used) > len(prompts):
             return None
-        lengths = [self._stored[name][0][0].shape[1] for name in used]
-        _, heads, _, width = self._cache.keys[0].shape
+        lengths = [self._stored[name].shape[3] for name in used]
+        layers, _, _, heads, _, width = self._cache.arrays.shape
         if 2 * 4 * heads * width * min(lengths) * len(prompts) < self._worth_bytes:
             return None
         counts = [0] * len(used)
@@ -130,28 +122,17 @@ class SharedPrompts:
             members.append(counts[number])
             counts[number] += 1
         M, P = max(counts), max(lengths)
-        given = torch.tensor(lengths)[numbers]
+        given = np.array(lengths)[numbers]
+        place = np.array(numbers) * M + np.array(members)
+        row = np.zeros(len(used) * M, np.int64)
+        row[place] = np.arange(len(prompts))
         mask = None
         if min(lengths) < P:
-            mask = torch.zeros(len(prompts), 1, P)
-            mask.masked_fill_((torch.arange(P) >= given[:, None])[:, None], -math.inf)
+            hidden = np.arange(P) >= given[:, None]
+            mask = np.where(hidden, np.float32(-math.inf), np.float32(0))
+        shared = np.zeros((layers, 2, len(used), heads, P, width), np.float32)
+        for number, name in enumerate(used):
+            shared[:, :, number, :, : lengths[number]] = self._stored[name]
         return PromptPlan(
-            start=min(lengths),
-            given=given,
-            mask=mask,
-            place=torch.tensor(numbers) * M + torch.tensor(members),
-            shape=(len(used), M, P),
-            keys=self._stacked(used, 0, P),
-            values=self._stacked(used, 1, P),
+            start=min(lengths), given=given, mask=mask, place=place, row=row, shared=shared
         )
-
-    def _stacked(self, used: list[int], which: int, length: int) -> list[Tensor]:
-        found = []
-        for layer in range(len(self._cache.keys)):
-            pieces = [self._stored[name][which][layer] for name in used]
-            heads, _, width = pieces[0].shape
-            whole = pieces[0].new_zeros(len(used), heads, length, width)
-            for target, piece in zip(whole, pieces, strict=True):
-                target[:, : piece.shape[1]] = piece
-            found.append(whole.flatten(0, 1))
-        return found
