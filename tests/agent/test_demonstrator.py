@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ from nestling.agent.demonstrator import Demonstrator
 from nestling.agent.episode import EpisodeTask, run_episode
 from nestling.agent.episode_result import EpisodeResult
 from nestling.agent.paper_probe import PaperRunner
-from nestling.agent.warm_start import WarmStartPlan, encode_episode, make_corpus
+from nestling.agent.warm_start import Corpus, WarmStartPlan, encode_episode, make_corpus
 from nestling.engine.chat import ToolCall, parse_turn
 from nestling.engine.tokenizer import Tokenizer
 from nestling.families.registry import ALL, get
@@ -47,6 +46,21 @@ def _shape(result: EpisodeResult) -> list[str]:
     return [re.sub(r"[\d.]+", "#", turn.result or "") for turn in result.turns]
 
 
+@pytest.fixture(scope="module")
+def played() -> list[EpisodeResult]:
+    async def play() -> list[EpisodeResult]:
+        return [await _play(index, PaperRunner()) for index in range(150)]
+
+    return asyncio.run(play())
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Corpus, Tokenizer]:
+    folder = tmp_path_factory.mktemp("corpus")
+    corpus = make_corpus(WarmStartPlan(episodes=60), folder)
+    return corpus, Tokenizer.load(folder / "agent")
+
+
 @pytest.mark.slow
 async def test_paper_probe_agrees_with_the_real_probe() -> None:
     with Zygote(Jail()) as zygote:
@@ -55,27 +69,28 @@ async def test_paper_probe_agrees_with_the_real_probe() -> None:
             assert _shape(await _play(index, real)) == _shape(await _play(index, PaperRunner()))
 
 
-async def test_demonstrator_writes_calls_that_parse_and_never_hits_a_tool_error() -> None:
-    for index in range(40):
-        result = await _play(index, PaperRunner())
+def test_demonstrator_writes_calls_that_parse_and_never_hits_a_tool_error(
+    played: list[EpisodeResult],
+) -> None:
+    for result in played:
         assert all(isinstance(parse_turn(turn.text), ToolCall) for turn in result.turns[2:])
         assert not [turn for turn in result.turns if (turn.result or "").startswith("error")]
 
 
-async def test_demonstrator_is_often_wrong_at_first_and_mostly_right_in_the_end() -> None:
-    results = [await _play(index, PaperRunner()) for index in range(150)]
-    first = sum(result.valid_attempt == 1 for result in results) / len(results)
-    ever = sum(result.valid_attempt is not None for result in results) / len(results)
+def test_demonstrator_is_often_wrong_at_first_and_mostly_right_in_the_end(
+    played: list[EpisodeResult],
+) -> None:
+    first = sum(result.valid_attempt == 1 for result in played) / len(played)
+    ever = sum(result.valid_attempt is not None for result in played) / len(played)
     assert 0.2 < first < 0.6
     assert ever > 0.7
 
 
-def test_corpus_rows_are_what_an_episode_feeds(tmp_path: Path) -> None:
-    corpus = make_corpus(WarmStartPlan(episodes=60), tmp_path)
-    tokenizer = Tokenizer.load(tmp_path / "agent")
-    assert len(corpus) == 60
+def test_corpus_rows_are_what_an_episode_feeds(corpus: tuple[Corpus, Tokenizer]) -> None:
+    rows, tokenizer = corpus
+    assert len(rows) == 60
     for index in (0, 17, 59):
-        ids, sampled = corpus.row(index)
+        ids, sampled = rows.row(index)
         text = tokenizer.decode(ids)
         assert text.startswith("<|im_start|>system\nYou write training jobs")
         said = tokenizer.decode([token for token, flag in zip(ids, sampled, strict=True) if flag])
@@ -83,10 +98,10 @@ def test_corpus_rows_are_what_an_episode_feeds(tmp_path: Path) -> None:
         assert said.endswith("<|im_end|>")
 
 
-def test_encoding_an_episode_round_trips_its_text(tmp_path: Path) -> None:
-    make_corpus(WarmStartPlan(episodes=40), tmp_path)
-    tokenizer = Tokenizer.load(tmp_path / "agent")
-    result = asyncio.run(_play(3, PaperRunner()))
-    text = tokenizer.decode(encode_episode(tokenizer, result.turns)[0])
-    for turn in result.turns:
+def test_encoding_an_episode_round_trips_its_text(
+    corpus: tuple[Corpus, Tokenizer], played: list[EpisodeResult]
+) -> None:
+    tokenizer, turns = corpus[1], played[3].turns
+    text = tokenizer.decode(encode_episode(tokenizer, turns)[0])
+    for turn in turns:
         assert turn.text in text

@@ -29,9 +29,15 @@ FOREIGN = ("serve.py", "serve_chat.py", "redteam.py")
 
 
 @cache
-def trees() -> dict[Path, ast.Module]:
+def nodes() -> dict[Path, list[ast.AST]]:
+    """Of every file, what a code can stand in; walked once, for that is most of the work."""
     files = (path for one in PACKAGES for path in (ROOT / "src/nestling" / one).rglob("*.py"))
-    return {path: ast.parse(path.read_text()) for path in files if path.name not in FOREIGN}
+    kinds = (ast.FunctionDef, ast.keyword, ast.Call, ast.Constant)
+    return {
+        path: [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
+        for path in files
+        if path.name not in FOREIGN
+    }
 
 
 def texts(node: ast.AST) -> Iterator[str]:
@@ -50,16 +56,16 @@ def makers() -> dict[str, list[str]]:
     A private one is told apart by its file.
     """
     found = {}
-    for path, tree in trees().items():
-        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+    for path, found_here in nodes().items():
+        for function in (node for node in found_here if isinstance(node, ast.FunctionDef)):
             arguments = [one.arg for one in function.args.args]
             for node in ast.walk(function):
                 if isinstance(node, ast.keyword) and node.arg == "code":
                     pieces = list(_pieces(node.value, arguments))
                     if any(piece.startswith("<") for piece in pieces):
                         found[_in_file(function.name, path)] = pieces
-    for path, tree in trees().items():  # those that only hand on: `return maker("rows", code, ...)`
-        for node in ast.walk(tree):
+    for path, found_here in nodes().items():  # that only hand on: `return maker("rows", code, ...)`
+        for node in found_here:
             match node:
                 case ast.FunctionDef(
                     name=name,
@@ -99,8 +105,8 @@ def codes() -> dict[str, set[str]]:
     """Every code with the files that give it."""
     found = defaultdict(set)
     made_by = makers()
-    for path, tree in trees().items():
-        for node in ast.walk(tree):
+    for path, found_here in nodes().items():
+        for node in found_here:
             for code in _codes_of(node, path, made_by):
                 found[code].add(path.name)
     for code in (*get_args(OutcomeCode), *get_args(OutcomeStatus)):
@@ -141,7 +147,7 @@ def test_every_code_of_the_source_is_explained() -> None:
 
 
 def test_the_page_explains_no_code_that_is_gone() -> None:
-    source = "\n".join(path.read_text() for path in trees())
+    source = "\n".join(path.read_text() for path in nodes())
     known = set(codes())
     stages = ("load", "rows", "tools", "rubric", "rollout", "probe", "fleet")
     for code in explained() - known:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -108,20 +107,6 @@ def scorer(bases: dict[str, Path], secret_path: Path) -> Iterator[EmbeddedScorer
     scorer.start()
     yield scorer
     scorer.close()
-
-
-@pytest.fixture(scope="session")
-def jail() -> Jail:
-    if shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed, so no job may run; apt install bubblewrap")
-    return Jail()
-
-
-@pytest.fixture(scope="session")
-def zygote(jail: Jail) -> Iterator[Zygote]:
-    """Imports once, so that every job's environment starts warm."""
-    with Zygote(jail) as zygote:
-        yield zygote
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,10 @@
-"""One jail, one zygote and one small job for all tests of this folder."""
+"""One small job for all tests of this folder."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from nestling.jobs.env_zygote import Zygote
-from nestling.jobs.jail import Jail, JailLimits
+from nestling.jobs.jail import JailLimits
 
 TOOLS = '''
 import verifiers.v1 as vf
@@ -120,17 +117,6 @@ def job_with(taskset: str = TASKSET, **more: str) -> dict[str, bytes]:
     init = "from environment.taskset import Taskset\n\n__all__ = ['Taskset']\n"
     modules = {"__init__": init, "taskset": taskset, **more}
     return {f"environment/{name}.py": text.encode() for name, text in modules.items()}
-
-
-@pytest.fixture(scope="session")
-def jail() -> Jail:
-    return Jail()
-
-
-@pytest.fixture(scope="session")
-def zygote(jail: Jail) -> Iterator[Zygote]:
-    with Zygote(jail) as warm:
-        yield warm
 
 
 @pytest.fixture
