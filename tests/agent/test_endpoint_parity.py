@@ -89,6 +89,7 @@ def without_tokens(result: EpisodeResult) -> dict[str, object]:
     return {**result.model_dump(exclude=left_out), "turns": turns}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("temperature", "seeds"),

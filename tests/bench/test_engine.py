@@ -11,6 +11,7 @@ from nestling.families.bases import get
 SMALL = Work(rows=4, prompt_tokens=8, new_tokens=8, turns=2, tool_tokens=3, group_size=2)
 
 
+@pytest.mark.long
 def test_everything_is_measured_beside_the_peers_there_are() -> None:
     found = measure(shapes=["nano"], runs=1, work=SMALL, trl=False)
     assert [row["work"] for row in found.runs] == [

@@ -26,6 +26,7 @@ def job(tmp_path: Path) -> Path:
     return shutil.copytree(EXAMPLES / "ledger", tmp_path / "ledger")
 
 
+@pytest.mark.long
 def test_a_good_job_is_accepted_without_any_network(process: Run) -> None:
     cut_off = ["unshare", "-n"] if can_run("unshare", "-n", "true") else []
     done = process("job", "check", LEDGER, *FEW_ITEMS, "--json", before=cut_off)
@@ -89,6 +90,7 @@ def test_what_is_no_job_folder_is_a_usage_error(here: Run, tmp_path: Path, actio
         assert "examples/" in done.err
 
 
+@pytest.mark.long
 def test_family_is_the_folders_name_or_asked_for(here: Run, job: Path) -> None:
     job.joinpath("job.toml").write_text("base_model = 3\n")
     for name, code in (("ledger-2", 1), ("calc_chain.slow", 1), ("mine", 2), ("ledgers", 2)):

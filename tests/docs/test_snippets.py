@@ -189,7 +189,10 @@ def _parse(command: click.Command, words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [page if page in QUICK else pytest.param(page, marks=pytest.mark.slow) for page in PLAYED],
+    [
+        pytest.param(page, marks=pytest.mark.long if page in QUICK else pytest.mark.slow)
+        for page in PLAYED
+    ],
 )
 @pytest.mark.timeout(1200)
 def test_a_page_plays_from_top_to_bottom(

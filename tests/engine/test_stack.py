@@ -105,7 +105,13 @@ def test_rollouts_are_those_of_the_sampler(
         assert found.prompt_lengths[n] == rollout.prompt_len
 
 
-@pytest.mark.parametrize("settings", [ADAMW, OTHERS[1]], ids=["full", "adapters with dropout"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(ADAMW, id="full"),
+        pytest.param(OTHERS[1], id="adapters with dropout", marks=pytest.mark.long),
+    ],
+)
 def test_job_has_the_same_bits_alone_beside_others_late_and_with_slow_tools(
     base: Path, script: Callable[..., Script], settings: JobSettings
 ) -> None:
@@ -124,6 +130,7 @@ def test_job_has_the_same_bits_alone_beside_others_late_and_with_slow_tools(
     assert_same_bits(alone, short)  # also when the two must take turns in one lane
 
 
+@pytest.mark.long
 def test_fault_of_a_job_is_its_end_and_nobody_elses(
     base: Path, script: Callable[..., Script]
 ) -> None:

@@ -48,6 +48,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [ALL[-1:], pytest.param(ALL, marks=pytest.mark.slow)])
 def test_families_load_and_score_without_us(tmp_path: Path, names: tuple[str, ...]) -> None:
     modules = []

@@ -96,6 +96,7 @@ def test_order_of_arrival_is_worse_than_longest_first() -> None:
     assert informed.efficiency > blind.efficiency
 
 
+@pytest.mark.long
 def test_deaths_silence_and_stragglers_lose_nothing(tmp_path: Path) -> None:
     hazards = Hazards(
         deaths_per_minute=0.1, silent_share=0.3, straggler_share=0.1, restart_s=5.0, seed=4

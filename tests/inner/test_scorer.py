@@ -124,6 +124,7 @@ def test_secret_is_neither_in_arguments_nor_in_the_environment(
         assert str(secret_path).encode() not in content
 
 
+@pytest.mark.long
 def test_killed_scorer_is_started_again_and_gives_the_same_score(
     scorer: EmbeddedScorer, bases: dict[str, Path]
 ) -> None:
@@ -248,6 +249,7 @@ class CountingScorer:
         self._scorer.close()
 
 
+@pytest.mark.long
 def test_a_stack_that_is_away_is_no_fault_of_the_job_and_does_not_kill_the_scorer(
     bases: dict[str, Path], secret_path: Path, tmp_path: Path
 ) -> None:

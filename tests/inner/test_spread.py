@@ -35,6 +35,7 @@ def test_reference_jobs_of_every_template_keep_the_bounds() -> None:
     assert manifests["small_base"].base_model == "nano"
 
 
+@pytest.mark.long
 def test_table_holds_every_job_over_its_seeds(make_context: Callable[..., InnerContext]) -> None:
     jobs = {
         FAMILY: [

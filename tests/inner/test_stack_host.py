@@ -37,6 +37,7 @@ def make_host(bases: dict[str, Path], tmp_path: Path) -> Callable[..., StackHost
     return make
 
 
+@pytest.mark.long
 def test_a_stack_that_dies_now_and_then_is_always_started_again_and_one_that_keeps_dying_is_not(
     make_host: Callable[..., StackHost], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,7 @@ def numbers(result: TrainResult) -> tuple[object, ...]:
     return steps, result.base_hash, result.final_hash, result.delta_norm
 
 
+@pytest.mark.long
 def test_jobs_in_one_stack_get_what_each_gets_alone(train: Callable[..., TrainResult]) -> None:
     one = job(max_steps=3, batch_size=16)
     others = [

@@ -359,6 +359,7 @@ def test_the_runtime_mounts_no_home_folder():
     assert "/etc" not in sources
 
 
+@pytest.mark.long
 def test_works_from_an_installation_below_tmp(jail):
     """Which the private /tmp of the jail must not hide: modules may be imported late."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:

@@ -190,6 +190,7 @@ def test_characters_that_swell_when_normalised_stay_small():
     assert len(_words("\ufdfa\u3316" * 1000 + " x")) < 10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["calc_chain", "ledger", "dispatch"])
 def test_items_inside_longer_texts_are_found_among_many_hidden_items(name):
     family = get(name)

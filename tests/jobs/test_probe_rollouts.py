@@ -40,6 +40,7 @@ def job(settings, reward=EXACT_REWARD):
     return Bundle.from_files({path: text.encode() for path, text in files.items()})
 
 
+@pytest.mark.long
 def test_real_rollouts_give_the_prediction(model, opener):
     bundle = job("max_turns = 8\nmax_tokens = 16\n")
     first = probe(bundle, "ledger", env_opener=opener, model=model)

@@ -33,6 +33,7 @@ def test_the_same_run_gives_the_same_bytes(run_folder, exported, tmp_path):
         assert file.read_bytes() == (exported / file.name).read_bytes()
 
 
+@pytest.mark.long
 def test_a_report_of_an_export_has_the_same_figures_and_tables(run_folder, exported, tmp_path):
     pages = [write_report(one, tmp_path / one.name / "page.html") for one in (run_folder, exported)]
     names = {path.relative_to(pages[0].parent) for path in pages[0].parent.rglob("*.*")}

@@ -80,6 +80,7 @@ def test_without_data_nothing_is_claimed(empty):
     assert not (empty / "summary.json").exists()
 
 
+@pytest.mark.long
 def test_every_link_of_the_page_leads_to_a_file(empty, full):
     for folder in (empty, full):
         text = (folder / "README.md").read_text("utf-8")
@@ -91,6 +92,7 @@ def test_every_link_of_the_page_leads_to_a_file(empty, full):
         assert missing == []
 
 
+@pytest.mark.long
 def test_an_arc_is_shown_with_n_and_intervals(full, run_folder):
     data = gather(run_folder)
     rows = rows_of(full / "README.md", "The published arc and ours")
@@ -155,6 +157,7 @@ def test_planned_recipes_are_those_that_were_preregistered():
     assert len(set(seeds)) == 3
 
 
+@pytest.mark.long
 def test_figures_and_tables_of_an_arc_are_written(full, run_folder):
     folder = full / "arc" / "main"
     for name in ("reward", "decomposition", "bases_by_family", "exploration", "held_out"):
@@ -173,6 +176,7 @@ def test_figures_and_tables_of_an_arc_are_written(full, run_folder):
     assert "- main arc, one GPU" not in text
 
 
+@pytest.mark.long
 def test_a_run_with_other_held_out_families_has_its_row(full, run_folder):
     gain = gather(run_folder).headline.held_out_gain
     rows = rows_of(full / "README.md", "Other held-out families, another agent")

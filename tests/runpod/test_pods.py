@@ -83,6 +83,7 @@ async def test_drifted_software_is_refused_and_ends_the_run(pods) -> None:
     assert "verifiers is 0.4.0; expected 9.9.9" in str(group.exceptions[0])
 
 
+@pytest.mark.long
 async def test_the_next_controller_takes_the_warm_pods_over(pods, tmp_path: Path) -> None:
     """`fleet up`, then a run: the pods wait, enrol again and work, without another boot."""
     async with simulated(tmp_path) as simulator:

@@ -72,6 +72,7 @@ def _boot_text(key: bytes) -> str:
     return base64.urlsafe_b64encode(key).decode().rstrip("=")
 
 
+@pytest.mark.long
 def test_warm_pods_are_never_idle_while_a_job_waits_and_are_gone_after(tmp_path: Path) -> None:
     """`fleet up` with boots of two minutes, then a run: what docs/runpod.md promises."""
     done = rehearse(
@@ -134,6 +135,7 @@ SIXTEEN = {
 """An evening on which everything goes wrong."""
 
 
+@pytest.mark.long
 def test_a_small_fleet_with_every_kind_of_trouble(tmp_path: Path) -> None:
     """The fast version of the evening below: one fault of each kind on three pods."""
     trouble = {
