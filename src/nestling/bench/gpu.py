@@ -53,7 +53,9 @@ _PER_SHAPE: Final[Mapping[str, Callable[[str, str, Sizes], Rows]]] = MappingProx
         "memory": gpu_train.memory,
     }
 )
-_OF_BATCHES: Final = frozenset({"jobs", "job_steps", "eval_items", "workers"})
+_OF_BATCHES: Final = frozenset(
+    {"jobs", "job_steps", "eval_items", "workers", "processes", "batches"}
+)
 """Sizes that only whole jobs depend on."""
 _BIG: Final = frozenset({"smollm2-135m"})
 """Shapes that are not stacked by the dozen here."""
@@ -150,7 +152,8 @@ def _batch(
     on_gpu = devices[0].startswith("cuda")
     stack = StackConfig(
         devices=devices,
-        max_jobs=max(1, jobs // len(devices)),
+        processes=sizes.processes,
+        max_jobs=max(1, jobs // (len(devices) * sizes.processes)),
         rows_per_job=sizes.rollouts,
         max_len=512,
         precision="tf32" if on_gpu else "float32",

@@ -10,11 +10,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from nestling.bench.gpu_shapes import Sizes
+from nestling.bench.progress import tell
 from nestling.config import RunConfig
 from nestling.families.registry import TRAINING
 from nestling.inner.baselines import state_folder
@@ -37,13 +38,13 @@ _start: Barrier | None = None
 
 
 def batch(config: RunConfig, sizes: Sizes, *, jobs: int) -> list[dict[str, Any]]:
-    """Wall seconds of `jobs` jobs, twice: with baselines still to be computed, and without.
+    """Wall seconds of `jobs` jobs: a first batch, whose baselines are still to be computed, and the median of later ones.
 
     Worker processes, scorers and stacks are warm before the clock starts; environments are started per job, as ever.
     """
     workers = min(sizes.workers, jobs)
     context = multiprocessing.get_context("spawn")
-    found = []
+    batches: list[tuple[float, list[Outcome]]] = []
     with (
         TemporaryDirectory(prefix="nestling-bench-") as scratch,
         running_stacks(config, Path(scratch) / "logs") as stacks,
@@ -52,13 +53,21 @@ def batch(config: RunConfig, sizes: Sizes, *, jobs: int) -> list[dict[str, Any]]
         settings = (config, scratch, stacks, barrier)
         with ProcessPoolExecutor(workers, context, _open, settings) as pool:
             list(pool.map(_warm, range(workers)))
-            for name in ("baselines to compute", "baselines known"):
+            for number in range(sizes.batches + 1):
                 bundles = jobs_of(jobs, sizes)
                 started = time.perf_counter()
                 outcomes = list(pool.map(_run, bundles, range(jobs)))
-                seconds = time.perf_counter() - started
-                found.append(_row(name, outcomes, seconds, len(stacks), workers))
-    return found
+                batches.append((time.perf_counter() - started, outcomes))
+                tell(f"batch {number}: {batches[-1][0]:.1f} s")
+    room = {
+        "devices": len(config.inner.stack.devices),
+        "processes": len(stacks),
+        "workers": workers,
+    }
+    return [
+        room | _row("baselines to compute", batches[:1]),
+        room | _row("baselines known", batches[1:]),
+    ]
 
 
 def jobs_of(count: int, sizes: Sizes) -> list[Bundle]:
@@ -115,19 +124,18 @@ def _ignore(step: StepRecord) -> None:
     """Steps are in the outcome as well."""
 
 
-def _row(
-    name: str, outcomes: Sequence[Outcome], seconds: float, devices: int, workers: int
-) -> dict[str, Any]:
+def _row(name: str, batches: Sequence[tuple[float, Sequence[Outcome]]]) -> dict[str, Any]:
+    outcomes = [one for _, each in batches for one in each]
     ended = [one for one in outcomes if one.status == "succeeded"]
+    seconds = median(each for each, _ in batches)
     return {
         "batch": name,
-        "jobs": len(outcomes),
-        "succeeded": len(ended),
+        "jobs": len(outcomes) // len(batches),
+        "succeeded": len(ended) / len(batches),
         "reasons": sorted({one.reason for one in outcomes if one.reason}),
-        "devices": devices,
-        "workers": workers,
         "wall_s": seconds,
-        "jobs_per_s": len(ended) / seconds,
+        "seconds": [each for each, _ in batches],
+        "jobs_per_s": len(ended) / len(batches) / seconds,
         "mean_uplift": mean(one.uplift or 0.0 for one in ended) if ended else None,
         "longest_s": max(one.wall_s for one in outcomes),
         "mean_cpu_s": mean(one.cpu_s for one in outcomes),

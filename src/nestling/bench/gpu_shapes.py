@@ -75,6 +75,10 @@ class Sizes:
     job_steps: int = 10
     eval_items: int = 200
     workers: int = 40
+    processes: int = 2
+    """Stack processes of a device, for whole jobs."""
+    batches: int = 5
+    """Batches of whole jobs that are counted, after one that is not."""
     precisions: tuple[Precision, ...] = ("float32", "tf32", "bfloat16")
 
     @property
@@ -100,6 +104,8 @@ LITTLE: Final = Sizes(
     job_steps=2,
     eval_items=20,
     workers=2,
+    processes=1,
+    batches=1,
     precisions=("float32",),
 )
 """What a laptop does in a minute or two: it shows that everything runs, not how fast a GPU is."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from nestling.engine.config import ModelConfig
 from nestling.engine.decoder import sample_tokens
+from nestling.engine.fused_step import FusedStep, RowBuffers
 from nestling.engine.model import KVCache, decode, extend
 from nestling.engine.params import Params, bind
 from nestling.engine.weights import num_parameters, split_views
@@ -53,6 +54,10 @@ class LanePlan:
     repeats. Without it rows go on, and calls come in the order of time."""
     captured: bool = False
     """Record a step as a CUDA graph and replay it."""
+    fused: bool = False
+    """Take the kernels of `fused_step` where they serve the layout; lanes go together then."""
+    shortest_catch_up: int = 2
+    """Given tokens of a row from which one wide pass is worth its launches; fewer are fed step by step."""
 
     @property
     def together(self) -> bool:
@@ -63,8 +68,27 @@ class LanePlan:
 def plan_for(device: torch.device) -> LanePlan:
     """One lane a launch on a CPU; on CUDA captured launches of all busy lanes."""
     if device.type == "cuda":
-        return LanePlan(lanes_per_launch=4, steps_per_look=8, in_lockstep=False, captured=True)
+        return LanePlan(
+            lanes_per_launch=4,
+            steps_per_look=8,
+            in_lockstep=False,
+            captured=True,
+            fused=True,
+            shortest_catch_up=16,
+        )
     return LanePlan()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Launch:
+    """What a recorded graph is good for."""
+
+    lanes: int
+    """Lanes 0 to this."""
+    steps: int
+    width: int = 0
+    """Attended positions; the fused step needs none."""
+    greedy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +141,26 @@ class LaneDecoder:
         self.active = np.zeros(rows, bool)
         self._lane_width = [0] * num_lanes
         self._greedy = np.zeros(rows, bool)
-        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[_Launch, torch.cuda.CUDAGraph] = {}
         self._captured = self.plan.captured and self.device.type == "cuda"
+        self._fused: FusedStep | None = None
+        if self.plan.fused and FusedStep.serves(config):
+            buffers = RowBuffers(
+                ids=self._ids,
+                sampled=self._sampled,
+                logp=self._logp,
+                uniforms=self._uniforms,
+                temperature=self._temperature,
+                state=self._state,
+            )
+            self._fused = FusedStep(
+                config,
+                self._flat,
+                self._cache,
+                buffers,
+                num_rows=num_rows,
+                turn_end_id=turn_end_id,
+            )
         self._event: torch.cuda.Event | None = None
         if self.device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -195,13 +237,13 @@ class LaneDecoder:
                     self._step(lane, lane + 1, self._lane_width[lane], greedy)
             return
         count = min(_rounded(max(lanes) + 1, self.plan.lanes_per_launch), self.num_lanes)
-        longest = int(self.length[self.active].max())
-        width = min(_rounded(longest + steps, _WIDTH_STEP), self.max_len)
-        for _ in range(steps):
-            if self._captured:
-                self._replay(count, width, greedy)
-            else:
-                self._step(0, count, width, greedy)
+        if self._fused is not None:  # reads each row's own length, and whether it is greedy
+            self._run(_Launch(lanes=count, steps=steps))
+        else:
+            longest = int(self.length[self.active].max())
+            width = min(_rounded(longest + steps, _WIDTH_STEP), self.max_len)
+            for _ in range(steps):
+                self._run(_Launch(lanes=count, steps=1, width=width, greedy=greedy))
         if self._event is not None:
             self._event.record()
 
@@ -260,29 +302,37 @@ class LaneDecoder:
         )
         active.copy_(active * ~(free & ended))
 
-    def _replay(self, lanes: int, width: int, greedy: bool) -> None:
-        graph = self._graphs.get((lanes, width, greedy))
+    def _run(self, launch: _Launch) -> None:
+        """The steps of a launch: recorded, or one kernel after the other."""
+        graph = self._graphs.get(launch)
+        if graph is None and self._captured:
+            graph = self._capture(launch)
         if graph is None:
-            graph = self._capture(lanes, width, greedy)
-        if graph is None:
-            self._step(0, lanes, width, greedy)
+            self._enqueue(launch)
         else:
             graph.replay()
 
-    def _capture(self, lanes: int, width: int, greedy: bool) -> torch.cuda.CUDAGraph | None:
-        """Record a step; warming up must not move any row, so all sleep meanwhile."""
+    def _enqueue(self, launch: _Launch) -> None:
+        for _ in range(launch.steps):
+            if self._fused is None:
+                self._step(0, launch.lanes, launch.width, launch.greedy)
+            else:
+                self._fused.step(0, launch.lanes)
+
+    def _capture(self, launch: _Launch) -> torch.cuda.CUDAGraph | None:
+        """Record a launch; warming up must not move any row, so all sleep meanwhile."""
         awake = self._state[1].clone()
         self._state[1] = 0
         try:
             side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(side):  # lazy initialisation may not be captured
-                self._step(0, lanes, width, greedy)
+                self._enqueue(launch)
             torch.cuda.current_stream(self.device).wait_stream(side)
             pool = next(iter(self._graphs.values())).pool() if self._graphs else None
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._step(0, lanes, width, greedy)
+                self._enqueue(launch)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -291,7 +341,7 @@ class LaneDecoder:
             return None
         finally:
             self._state[1] = awake
-        self._graphs[lanes, width, greedy] = graph
+        self._graphs[launch] = graph
         return graph
 
     # --- given tokens -------------------------------------------------------------------------
@@ -337,7 +387,7 @@ class LaneDecoder:
         starts = self.length[rows] - 1
         widest = int((ends - 1 - starts).max(initial=0))
         chosen = np.nonzero((ends - 1 - starts > 0) & (starts + widest <= self.max_len))[0]
-        if widest < 2 or len(chosen) == 0:
+        if widest < self.plan.shortest_catch_up or len(chosen) == 0:
             return
         taken = self._ids[self._moved(rows[chosen])].cpu().numpy()
         chunk = [

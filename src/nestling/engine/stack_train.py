@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 _LENGTH_STEP = 32
+_MOST_ROWS = 128
+"""Of a tile when few jobs share a launch: launches cost more than padding then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,20 @@ class TilePlan:
     jobs_per_launch: int = 1
     tokens_per_launch: int = 8192
     """Launches of more tokens than this hold one job's tile alone."""
+
+    def height(self, jobs: int, length: int) -> int:
+        """Rows of a tile: `rows`, or twice that and so on while `jobs` tiles still fit into one launch.
+
+        Only where jobs share launches; alone, a job's tiles do not depend on anything else.
+        """
+        found = self.rows
+        while (
+            self.jobs_per_launch > 1
+            and 2 * found <= _MOST_ROWS
+            and 2 * found * jobs * length <= self.tokens_per_launch
+        ):
+            found *= 2
+        return found
 
 
 class StackedJob:
@@ -214,15 +230,17 @@ def launch_gradients(
     ce_tokens = torch.tensor(
         [float((ce[rows] > 0).sum()) for ce, rows in zip(weights, kept, strict=True)], device=device
     )
+    longest = max((int(update.rows.lengths.max(initial=1)) for update in updates), default=1)
+    height = plan.height(len(jobs), longest)
     tiles = [
-        _tiles(update.rows, ce, rows, plan.rows)
+        _tiles(update.rows, ce, rows, height)
         for update, ce, rows in zip(updates, weights, kept, strict=True)
     ]
     totals = LossTotals(len(jobs), device)
-    for members, length in _launches(tiles, plan):
+    for members, length in _launches(tiles, height, plan.tokens_per_launch):
         index = [j for j, _ in members]
         batch = _pack(
-            [(updates[j], weights[j], tile) for j, tile in members], plan.rows, length, device
+            [(updates[j], weights[j], tile) for j, tile in members], height, length, device
         )
         where = torch.tensor(index, device=device)
         temperature = torch.tensor([updates[j].temperature for j in index], device=device)
@@ -296,7 +314,7 @@ def _tiles(
 
 
 def _launches(
-    tiles_J: Sequence[Sequence[_Tile]], plan: TilePlan
+    tiles_J: Sequence[Sequence[_Tile]], height: int, tokens_per_launch: int
 ) -> list[tuple[list[tuple[int, _Tile]], int]]:
     """Tiles of one length, at most one per job; longest first, and a job's own in its own order."""
     found = []
@@ -305,7 +323,7 @@ def _launches(
             [(j, tile) for tile in tiles if tile.length == length]
             for j, tiles in enumerate(tiles_J)
         ]
-        share = max(1, plan.tokens_per_launch // (plan.rows * length))
+        share = max(1, tokens_per_launch // (height * length))
         for k in range(max(map(len, queues))):
             level = [queue[k] for queue in queues if k < len(queue)]
             found += [

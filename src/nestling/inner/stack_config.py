@@ -15,13 +15,15 @@ _DEVICE: Final = re.compile(r"cpu|cuda|cuda:\d+")
 
 
 class StackConfig(Frozen):
-    """Processes that hold many jobs as one batch, one per device."""
+    """Processes that hold many jobs as one batch, one or more per device."""
 
     devices: tuple[str, ...] = ("cpu",)
     """`cpu`, `cuda:0`, ...; `cuda` stands for every GPU of this machine. A job goes
     where the smallest share of lanes is taken; memory decides how many a device has."""
+    processes: int = Field(1, ge=1, le=8)
+    """Of each device. A GPU waits while a process reads and packs tokens; a second one uses that time."""
     max_jobs: int = Field(8, ge=1, le=256)
-    """Jobs of one base model and device that are decoded at the same time; further ones wait."""
+    """Jobs of one base model and process that are decoded at the same time; further ones wait."""
     rows_per_job: int = Field(32, ge=1, le=1024)
     """Rollouts of a job at a time; further ones wait for a free row."""
     max_len: int = Field(1024, ge=64, le=32768)
@@ -31,7 +33,7 @@ class StackConfig(Frozen):
     tile_tokens: int = Field(0, ge=0, le=2**22)
     """Tokens of one training launch; 0: as many as a quarter of the memory holds."""
     memory_gib: float = Field(0.0, ge=0)
-    """Of each device, for all stacks on it; 0: nine tenths of what is free when the process starts."""
+    """Of each device, for all its processes; 0: nine tenths of what is free when they start."""
 
     @field_validator("devices")
     @classmethod

@@ -32,7 +32,7 @@ _RETRY_S: Final = 1.0
 
 
 class StackHost:
-    """One stack process per device; a context manager.
+    """The stack processes of some devices; a context manager.
 
     Sockets lie in a folder of their own that only this user may open, and keep their paths over a restart.
     """
@@ -47,14 +47,19 @@ class StackHost:
         start_wall_s: float = 300.0,
         clock: Clock | None = None,
     ) -> None:
-        """`devices` are single ones: `cpu`, `cuda:0`, ...; each has to serve `start_wall_s` after its start."""
+        """`devices` are single ones: `cpu`, `cuda:0`, ...; each process has to serve `start_wall_s` after its start."""
         self._folder = tempfile.TemporaryDirectory(prefix="nestling-stack-")
         self._bases = {name: str(folder.absolute()) for name, folder in bases.items()}
         self._config, self._logs = config, logs
         self._start_wall_s, self._clock = start_wall_s, clock or SystemClock()
-        self._sockets = {
-            device: str(Path(self._folder.name) / f"{device.replace(':', '-')}.sock")
+        self._devices = {
+            device if config.processes == 1 else f"{device}/{number}": device
             for device in devices
+            for number in range(config.processes)
+        }
+        self._sockets = {
+            name: str(Path(self._folder.name) / f"{_file_name(name)}.sock")
+            for name in self._devices
         }
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._started_s: dict[str, float] = {}
@@ -73,16 +78,16 @@ class StackHost:
             ConfigError: one does not start, or not in time; its last words say why.
         """
         try:
-            for device in self._sockets:
-                self._processes[device] = self._start(device)
-            for device, process in self._processes.items():
-                self._await_ready(device, process)
+            for name in self._sockets:
+                self._processes[name] = self._start(name)
+            for name, process in self._processes.items():
+                self._await_ready(name, process)
         except BaseException:
             self.close()
             raise
-        for device in self._sockets:
+        for name in self._sockets:
             watcher = threading.Thread(
-                target=self._watch, args=(device,), name=f"stack {device}", daemon=True
+                target=self._watch, args=(name,), name=f"stack {name}", daemon=True
             )
             watcher.start()
             self._watchers.append(watcher)
@@ -112,11 +117,11 @@ class StackHost:
             _close_pipes(process)
         self._folder.cleanup()
 
-    def _start(self, device: str) -> subprocess.Popen[bytes]:
-        path = Path(self._sockets[device])
+    def _start(self, name: str) -> subprocess.Popen[bytes]:
+        path = Path(self._sockets[name])
         path.unlink(missing_ok=True)
-        self._started_s[device] = self._clock.monotonic()
-        with self._log(device) as log:
+        self._started_s[name] = self._clock.monotonic()
+        with self._log(name) as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "nestling.inner.stack_process"],
                 stdin=subprocess.PIPE,
@@ -129,59 +134,63 @@ class StackHost:
         settings = {
             "socket": str(path),
             "bases": self._bases,
-            "device": device,
+            "device": self._devices[name],
             "config": self._config.model_dump(mode="json"),
         }
         try:
             process.stdin.write(json.dumps(settings).encode() + b"\n")
             process.stdin.flush()
         except BrokenPipeError:
-            _log.debug("the stack of %s ended before it was told anything", device)
+            _log.debug("the stack of %s ended before it was told anything", name)
         return process
 
-    def _await_ready(self, device: str, process: subprocess.Popen[bytes]) -> None:
+    def _await_ready(self, name: str, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
         is_late = not wait_readable(process.stdout.fileno(), self._start_wall_s)
         if is_late or process.stdout.readline() != b"ready\n":
             process.kill()
             process.wait()
-            words = self._log_path(device).read_text("utf-8", "replace").strip().splitlines()
+            words = self._log_path(name).read_text("utf-8", "replace").strip().splitlines()
             how = f"is not ready after {self._start_wall_s:g} s" if is_late else "does not start"
             raise ConfigError(
-                f"the stack process of {device} {how}: {words[-1] if words else 'no word'}; "
-                f"expected a usable device; see {self._log_path(device)}"
+                f"the stack process of {name} {how}: {words[-1] if words else 'no word'}; "
+                f"expected a usable device; see {self._log_path(name)}"
             )
 
-    def _watch(self, device: str) -> None:
+    def _watch(self, name: str) -> None:
         """Start a process again that died; its jobs are told by the end of their connections."""
         short_lives = 0
         while True:
-            process = self._processes[device]
+            process = self._processes[name]
             code = process.wait()
             if self._is_closing.is_set():
                 return
             _close_pipes(process)
-            lived_s = self._clock.monotonic() - self._started_s[device]
+            lived_s = self._clock.monotonic() - self._started_s[name]
             short_lives = 0 if lived_s >= _LONG_LIFE_S else short_lives + 1
             if short_lives > _MAX_SHORT_LIVES:
-                _log.error("the stack of %s keeps dying; see %s", device, self._log_path(device))
+                _log.error("the stack of %s keeps dying; see %s", name, self._log_path(name))
                 return
-            _log.warning("the stack of %s ended with code %d; starting it again", device, code)
+            _log.warning("the stack of %s ended with code %d; starting it again", name, code)
             try:
-                self._processes[device] = self._start(device)
+                self._processes[name] = self._start(name)
             except OSError as error:  # counts as a life: the one that ended is waited for again
-                _log.warning("the stack of %s cannot be started: %s", device, error)
+                _log.warning("the stack of %s cannot be started: %s", name, error)
                 self._is_closing.wait(_RETRY_S)
             if self._is_closing.is_set():
-                self._processes[device].kill()
+                self._processes[name].kill()
 
-    def _log(self, device: str) -> IO[bytes]:
-        path = self._log_path(device)
+    def _log(self, name: str) -> IO[bytes]:
+        path = self._log_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")
 
-    def _log_path(self, device: str) -> Path:
-        return self._logs / f"stack-{device.replace(':', '-')}.log"
+    def _log_path(self, name: str) -> Path:
+        return self._logs / f"stack-{_file_name(name)}.log"
+
+
+def _file_name(name: str) -> str:
+    return name.replace(":", "-").replace("/", "-")
 
 
 def _close_pipes(process: subprocess.Popen[bytes]) -> None:

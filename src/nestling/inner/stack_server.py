@@ -41,7 +41,7 @@ _POLL_S: Final = 0.0005
 
 
 class StackServer:
-    """All stacks of one device, behind a unix socket."""
+    """All stacks of one process, behind a unix socket."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class StackServer:
         use(device)
         set_precision(config.precision)
         self._bases, self._device, self._config, self._clock = dict(bases), device, config, clock
-        self._budget = int(config.memory_gib * 2**30) or free_bytes(device)
+        whole = int(config.memory_gib * 2**30) or free_bytes(device)
+        self._budget = whole // config.processes
         self._stacks: dict[str, Stack] = {}
         self._clients: dict[int, _Client] = {}  # by job
         self._next_job = 0
@@ -220,7 +221,9 @@ class StackServer:
         return made
 
     def _fingerprint(self) -> str:
-        sizes = self._config.model_dump_json(exclude={"devices", "memory_gib", "max_jobs"})
+        sizes = self._config.model_dump_json(
+            exclude={"devices", "processes", "memory_gib", "max_jobs"}
+        )
         return f"{describe(self._device)} {sizes}"
 
     # --- events -------------------------------------------------------------------------------
