@@ -211,4 +211,4 @@ def result_identity(config: RunConfig) -> dict[str, Any]:
 
 def _stack_identity(config: RunConfig) -> dict[str, Any]:
     """What of a stack may change rounding."""
-    return config.inner.stack.model_dump(mode="json", exclude={"max_jobs", "memory_gib"})
+    return config.inner.stack.model_dump(mode="json", exclude={"processes", "max_jobs", "memory_gib"})
