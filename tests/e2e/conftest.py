@@ -11,8 +11,8 @@ import pytest
 
 SMALL = (
     "outer.steps=1",
-    "outer.group_size=3",
-    "outer.max_parallel_episodes=3",
+    "outer.group_size=2",
+    "outer.max_parallel_episodes=2",
     "outer.held_out.every_steps=0",
     "inner.eval_items=8",
     "inner.leak_items=32",
