@@ -49,6 +49,7 @@ def test_tool_work_is_played_to_its_end_and_learned_from() -> None:
     assert not torch.equal(before.flat, workload.model.weights.flat)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not has_transformers(), reason="transformers is not installed")
 def test_training_is_the_same_as_the_peers() -> None:
     from nestling.bench.peers import TransformersPeer

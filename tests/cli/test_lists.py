@@ -92,6 +92,7 @@ def test_doctor_finds_this_machine_ready(here: Run) -> None:
         assert found["seccomp"]["state"] == "ok"
 
 
+@pytest.mark.long
 def test_doctor_names_a_state_folder_that_cannot_be_used(
     here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def test_doctor_names_a_state_folder_that_cannot_be_used(
     assert "NESTLING_STATE" in found["state folder"]["fix"]
 
 
+@pytest.mark.long
 def test_doctor_names_a_secret_that_others_can_read(
     here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
