@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nestling.engine.fused import rms_norm, split_rotary, swiglu
+from nestling.engine.fused import picked_logp, rms_norm, split_rotary, swiglu
 from nestling.engine.model import KVCache, decode, extend, forward, logits
 from nestling.engine.params import bind
 from nestling.engine.weights import Weights, split_views
@@ -79,6 +79,8 @@ def test_hand_written_backward_passes_are_exact() -> None:
             lambda x, w: rms_norm(x, w, 1e-6), (draw(2, 3, 4), draw(jobs, 1, 4))
         )
     assert torch.autograd.gradcheck(swiglu, (draw(2, 3, 8),))
+    row, token = torch.tensor([0, 3, 3, 1, 3]), torch.tensor([4, 0, 2, 5, 0])  # row 2: never
+    assert torch.autograd.gradcheck(lambda x: picked_logp(x, row, token), (draw(4, 6),))
 
 
 @pytest.mark.parametrize("changes", LAYOUTS)

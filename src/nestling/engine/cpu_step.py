@@ -21,7 +21,7 @@ from torch import Tensor
 from nestling.engine.config import ModelConfig
 from nestling.engine.cpu_cache import CpuCache
 from nestling.engine.model import rotary_tables
-from nestling.engine.params import Linear, Params
+from nestling.engine.params import Linear, Params, rotary_neighbours
 from nestling.engine.shared_prompts import PromptPlan, SharedPrompts
 
 __all__ = ["CpuStep"]
@@ -243,16 +243,12 @@ class CpuStep:
     def _arrange(self, params: Params, index: int) -> _Layer:
         layer, config = params.layers[index], self.config
         H, K, d = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = _merged(layer.qkv)
-        bias = None if layer.qkv.bias is None else layer.qkv.bias[0]
-        order = torch.arange((H + 2 * K) * d)
-        turned = order[: (H + K) * d].view(H + K, 2, d // 2).transpose(1, 2)
-        order[: (H + K) * d] = turned.reshape(-1).clone()
-        scale = torch.ones((H + 2 * K) * d, 1)
+        qkv = rotary_neighbours(layer.qkv, config)
+        scale = torch.ones((H + 2 * K) * d)
         scale[: H * d] = d**-0.5
         return _Layer(
-            qkv=_transposed((qkv * scale)[order], layer.attn_norm),
-            qkv_bias=None if bias is None else (bias * scale[:, 0])[order],
+            qkv=_transposed(_merged(qkv) * scale[:, None], layer.attn_norm),
+            qkv_bias=None if qkv.bias is None else qkv.bias[0] * scale,
             attn_out=_transposed(_merged(layer.attn_out)),
             gate_up=_transposed(_merged(layer.gate_up), layer.mlp_norm),
             down=_transposed(_merged(layer.down)),

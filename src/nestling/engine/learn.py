@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nestling.core.errors import ConfigError
 from nestling.engine.batching import MicroBatch, TrainRow, micro_batches
+from nestling.engine.fused import picked_logp
 from nestling.engine.leaves import Leaves, trained_tensor
 from nestling.engine.lora import LoraConfig, LoraWeights
 from nestling.engine.losses import (
@@ -80,8 +81,7 @@ def target_logprobs(
     if temperature_J is not None:
         scores = scores / temperature_J[:, None, None]
     if isinstance(batch, PackedBatch):
-        place = batch.pick * scores.shape[-1] + batch.target
-        return torch.log_softmax(scores, -1).view(-1).index_select(0, place[0])[None]
+        return picked_logp(scores[0], batch.pick[0], batch.target[0])[None]
     picked = F.cross_entropy(scores.flatten(0, 1), batch.target.flatten(), reduction="none")
     return -picked.view(J, K)
 

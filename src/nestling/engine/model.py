@@ -21,7 +21,7 @@ from nestling.engine.config import ModelConfig
 from nestling.engine.fused import geglu, rms_norm, split_rotary, swiglu
 from nestling.engine.lora import LoraWeights
 from nestling.engine.packed_attention import PackedGroup, packed_attention
-from nestling.engine.params import Adapter, LayerParams, Linear, Params, bind
+from nestling.engine.params import Adapter, LayerParams, Linear, Params, bind, rotary_neighbours
 from nestling.engine.weights import Weights
 
 if TYPE_CHECKING:
@@ -159,16 +159,22 @@ def forward_packed(
     For J = 1 on the CPU, layouts without a window; `packing` makes the arguments. The last layer's
     feed-forward is computed at the picked places only.
     """
-    N = ids.shape[0]
-    ropes = _layer_ropes(
+    cos, sin = _layer_ropes(
         config, int(positions.max()) + 1, ids.device, params.embed.dtype, positions
-    )
+    )[0]  # one base: layouts with several have windows
+    K = config.num_kv_heads
+    plain = not config.qk_norm and cos.dtype != torch.bfloat16  # there are no complex numbers of it
+    turn = torch.complex(cos, sin) if plain else None
     x = _embed(params.embed, ids[None], config)
     for i, layer in enumerate(params.layers):
-        cos, sin = ropes[i]
-        q, k, v = _split_heads(_qkv(x, layer, config, dropout), layer, config, (1, N), cos, sin)
-        k, v = _repeat_kv(k, config), _repeat_kv(v, config)
-        y = packed_attention(q, k, v, groups, config.query_scale)
+        if turn is not None:
+            paired = layer._replace(qkv=rotary_neighbours(layer.qkv, config))
+            heads = _qkv(x, paired, config, dropout).view(1, len(ids), -1, config.head_dim)
+            y = packed_attention(heads, turn, K, groups, config.query_scale)
+        else:
+            qkv = _qkv(x, layer, config, dropout)
+            heads = torch.cat(_split_heads(qkv, layer, config, (1, len(ids)), cos, sin), 1)
+            y = packed_attention(heads.transpose(1, 2), turn, K, groups, config.query_scale)
         if i == config.num_layers - 1:
             x, y = x.index_select(1, pick), y.index_select(1, pick)
         x = x + _attention_out(y, layer, config, dropout)

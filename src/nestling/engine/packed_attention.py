@@ -1,6 +1,6 @@
 """Causal attention over packed rows whose groups share a beginning.
 
-Axes: H head, N token of the batch, d head width. A row's tokens see their group's shared beginning and the row
+Axes: H query head, K key/value head, N token of the batch, d head width. A row's tokens see their group's shared beginning and the row
 before them. Each of the two is one fused call that also gives the logarithm of its softmax sum; the outputs are
 joined by these sums, and backward each call is given the joint output and sum (as in ring attention,
 arXiv:2310.01889). So no key is copied, and a beginning's keys are read once per group.
@@ -48,22 +48,33 @@ class PackedGroup:
 
 
 def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, groups: Sequence[PackedGroup], scale: float
+    heads: Tensor,
+    turn: Tensor | None,
+    num_kv_heads: int,
+    groups: Sequence[PackedGroup],
+    scale: float,
 ) -> Tensor:
-    """Output [1, N, H*d] of q, k, v [1, H, N, d] on the CPU."""
-    return _PackedAttention.apply(q, k, v, groups, scale)  # type: ignore[no-any-return, no-untyped-call]
+    """Output [1, N, H*d] of fused queries, keys and values heads [1, N, H + 2K, d] on the CPU.
+
+    `turn` [N, 1, d/2] are the complex numbers by which neighbours of queries and keys are turned: rotary positions
+    whose halves lie interleaved. It happens in place. None: they are turned already.
+    """
+    return _PackedAttention.apply(heads, turn, num_kv_heads, groups, scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        heads: Tensor,
+        turn: Tensor | None,
+        num_kv_heads: int,
         groups: Sequence[PackedGroup],
         scale: float,
     ) -> Tensor:
+        if turn is not None:
+            _turn(heads, turn, num_kv_heads)
+        q, k, v = _split(heads, num_kv_heads)
         _, H, N, d = q.shape
         out = q.new_empty(1, N, H, d)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -71,48 +82,84 @@ class _PackedAttention(torch.autograd.Function):
         for group in groups:
             for part, rows in _causal_parts(group):
                 pieces = [_rows(one, part, rows) for one in (q, k, v)]
-                y, log_sum = _forward(*pieces, **_causality(group, q), scale=scale)
+                y, log_sum = _forward(*_repeated(pieces), **_causality(group, q), scale=scale)
                 out[0, part].view(rows, -1, H, d).copy_(y.transpose(1, 2))
                 sums[0, part].view(rows, -1, H).copy_(log_sum.transpose(1, 2))
             if group.prefix and group.runs:
                 own, shared = group.own, group.shared
-                y, log_sum = _forward(q[:, :, own], k[:, :, shared], v[:, :, shared], scale=scale)
+                pieces = [q[:, :, own], k[:, :, shared], v[:, :, shared]]
+                y, log_sum = _forward(*_repeated(pieces), scale=scale)
                 _join(out[:, own], sums[:, own], y.transpose(1, 2), log_sum.transpose(1, 2))
-        ctx.save_for_backward(q, k, v, out, sums)
-        ctx.groups, ctx.scale = groups, scale
+        ctx.save_for_backward(heads, turn, out, sums)
+        ctx.num_kv_heads, ctx.groups, ctx.scale = num_kv_heads, groups, scale
         return out.view(1, N, H * d)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401
-        q, k, v, out, sums = ctx.saved_tensors
+        heads, turn, out, sums = ctx.saved_tensors
+        q, k, v = _split(heads, ctx.num_kv_heads)
         grad, out = grad.view(out.shape).transpose(1, 2), out.transpose(1, 2)
         sums = sums.transpose(1, 2)[..., None]
-        grads = [torch.empty_like(one) for one in (q, k, v)]
+        whole = torch.empty_like(heads)
+        grads = _split(whole, ctx.num_kv_heads)
         for group in ctx.groups:
             for part, rows in _causal_parts(group):
                 pieces = [_rows(one, part, rows) for one in (grad, q, k, v, out, sums)]
-                seen = _causality(group, q)
                 found = _backward(
-                    *pieces[:5], pieces[5][..., 0], dropout_p=0.0, **seen, scale=ctx.scale
+                    pieces[0],
+                    *_repeated(pieces[1:4]),
+                    pieces[4],
+                    pieces[5][..., 0],
+                    dropout_p=0.0,
+                    **_causality(group, q),
+                    scale=ctx.scale,
                 )
-                for whole, piece in zip(grads, found, strict=True):
-                    _rows(whole, part, rows).copy_(piece)
+                for one, piece in zip(grads, found, strict=True):
+                    _rows(one, part, rows).copy_(_summed(piece, one.shape[1]))
             if group.prefix and group.runs:
                 own, shared = group.own, group.shared
                 found = _backward(
                     grad[:, :, own],
-                    q[:, :, own],
-                    k[:, :, shared],
-                    v[:, :, shared],
+                    *_repeated([q[:, :, own], k[:, :, shared], v[:, :, shared]]),
                     out[:, :, own],
                     sums[:, :, own, 0],
                     0.0,
                     False,
                     scale=ctx.scale,
                 )
-                for whole, piece, where in zip(grads, found, (own, shared, shared), strict=True):
-                    whole[:, :, where] += piece
-        return *grads, None, None
+                for one, piece, where in zip(grads, found, (own, shared, shared), strict=True):
+                    one[:, :, where] += _summed(piece, one.shape[1])
+        if turn is not None:
+            _turn(whole, turn.conj(), ctx.num_kv_heads)
+        return whole, None, None, None, None
+
+
+def _turn(heads: Tensor, turn: Tensor, num_kv_heads: int) -> None:
+    """Turn queries and keys of heads [1, N, H + 2K, d] in place."""
+    _, N, count, d = heads.shape
+    pairs = torch.view_as_complex(heads.view(N, count, d // 2, 2))
+    pairs[:, :-num_kv_heads].mul_(turn)
+
+
+def _split(heads: Tensor, num_kv_heads: int) -> list[Tensor]:
+    """Views q [1, H, N, d], k and v [1, K, N, d]."""
+    count = heads.shape[2] - 2 * num_kv_heads
+    return list(torch.split(heads.transpose(1, 2), [count, num_kv_heads, num_kv_heads], 1))
+
+
+def _repeated(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Queries, and keys and values with one head for each of theirs."""
+    q, k, v = pieces
+    groups = q.shape[1] // k.shape[1]
+    return [q, *(one if groups == 1 else one.repeat_interleave(groups, 1) for one in (k, v))]
+
+
+def _summed(grad: Tensor, num_heads: int) -> Tensor:
+    """The gradient of `num_heads` heads out of that of their copies."""
+    rows, count, T, d = grad.shape
+    if count == num_heads:
+        return grad
+    return grad.reshape(rows, num_heads, count // num_heads, T, d).sum(2)
 
 
 def _causal_parts(group: PackedGroup) -> list[tuple[slice, int]]:

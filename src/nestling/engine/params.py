@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nestling.engine.config import ModelConfig
 
-__all__ = ["Adapter", "LayerParams", "Linear", "Params", "bind"]
+__all__ = ["Adapter", "LayerParams", "Linear", "Params", "bind", "rotary_neighbours"]
 
 
 class Adapter(NamedTuple):
@@ -101,6 +101,21 @@ def bind(
     )
     head = linear("embed" if config.tie_embeddings else "lm_head")
     return Params(cast["embed"], layers, norm("final_norm"), head._replace(bias=None))
+
+
+def rotary_neighbours(qkv: Linear, config: ModelConfig) -> Linear:
+    """The projection with those outputs made neighbours that rotary positions turn together, half a head apart."""
+    H, K, d = config.num_heads, config.num_kv_heads, config.head_dim
+    order = torch.arange((H + 2 * K) * d, device=qkv.weight.device)
+    turned = order[: (H + K) * d].view(H + K, 2, d // 2).transpose(1, 2)
+    order = torch.cat((turned.flatten(), order[(H + K) * d :]))
+
+    def moved(adapter: Adapter) -> Adapter:  # of whole heads
+        start, count = adapter.start_row, adapter.up.shape[1]
+        return adapter._replace(up=adapter.up[:, order[start : start + count] - start])
+
+    bias = None if qkv.bias is None else qkv.bias[:, order]
+    return Linear(qkv.weight.index_select(1, order), bias, tuple(map(moved, qkv.adapters)))
 
 
 def _cast_all(adapters: tuple[Adapter, ...], dtype: torch.dtype | None) -> tuple[Adapter, ...]:
