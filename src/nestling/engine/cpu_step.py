@@ -117,11 +117,11 @@ class CpuStep:
         used, plan = self._used, self.prompts.plan(R)
         first, given = (0, 0) if plan is None else (plan.start, plan.width)
         mask = self._mask(place, width, plan)
-        turn = self._turn[position]
         weights = torch.empty(*used.query.shape[:3], given + width - first)
         shares = weights.numpy()  # [R, K, H/K, keys]
         own = shares[..., given:]
         same_place = place.min() == width - 1
+        turn = self._turn[width - 1] if same_place else self._turn[position]
         row = np.arange(R)
         torch.index_select(self._embed, 0, token, out=used.x)
         for i, layer in enumerate(self._layers):
@@ -191,21 +191,24 @@ class CpuStep:
         if width > T:
             visible = (self._place[:width] <= positions[:, :, None])[:, None]  # [b, 1, T, width]
         turn = self._turn[positions.reshape(-1)]
+        row, place = rows.numpy(), positions.numpy()
+        same_place = width == start.min() + T
         x = self._embed[ids.reshape(-1)]
         for i, layer in enumerate(self._layers):
-            turned, v = self._heads(x, layer, turn)
-            keys, values = self.cache.keys[i], self.cache.values[i]
-            k, v = turned[:, H:].view(b, T, K, d), v.view(b, T, K, d)
-            keys[rows[:, None], :, positions] = k
-            values[rows[:, None], :, positions] = v
+            heads = self._heads(x, layer, turn).view(b, T, H + 2 * K, d)
+            cached = self.cache.arrays[i]  # [2, rows, K, L, d]
+            fresh = heads.numpy()[:, :, H:].reshape(b, T, 2, K, d)
+            if same_place:
+                cached[:, row, :, width - T : width] = fresh.transpose(2, 0, 3, 1, 4)
+            else:
+                cached[:, row[:, None], :, place] = fresh
             if i == len(self._layers) - 1:
                 return
-            if visible is None:
-                k, v = k.transpose(1, 2), v.transpose(1, 2)
-            else:
-                k, v = keys[rows, :, :width], values[rows, :, :width]
+            q, k, v = torch.split(heads.transpose(1, 2), [H, K, K], 1)
+            if visible is not None:
+                k, v = self.cache.keys[i][rows, :, :width], self.cache.values[i][rows, :, :width]
             y = F.scaled_dot_product_attention(
-                turned[:, :H].view(b, T, H, d).transpose(1, 2),
+                q,
                 k,
                 v,
                 attn_mask=visible,
@@ -216,8 +219,8 @@ class CpuStep:
             x.addmm_(y.transpose(1, 2).reshape(b * T, H * d), layer.attn_out)
             self._feed_forward(x, layer)
 
-    def _heads(self, x: Tensor, layer: _Layer, turn: Tensor) -> tuple[Tensor, Tensor]:
-        """Turned queries and keys [N, H + K, d] and values [N, K, d] of x [N, D]."""
+    def _heads(self, x: Tensor, layer: _Layer, turn: Tensor) -> Tensor:
+        """Queries, keys and values [N, H + 2K, d] of x [N, D], the first two turned."""
         config, N = self.config, x.shape[0]
         H, K, d = config.num_heads, config.num_kv_heads, config.head_dim
         normed = self._normed(x)
@@ -225,9 +228,8 @@ class CpuStep:
             fused = torch.mm(normed, layer.qkv)
         else:
             fused = torch.addmm(layer.qkv_bias, normed, layer.qkv)
-        fused = fused.view(N, H + 2 * K, d)
-        pairs = torch.view_as_complex(fused.view(N, H + 2 * K, d // 2, 2)[:, : H + K])
-        return torch.view_as_real(pairs * turn).view(N, H + K, d), fused[:, H + K :]
+        torch.view_as_complex(fused.view(N, H + 2 * K, d // 2, 2))[:, : H + K].mul_(turn)
+        return fused.view(N, H + 2 * K, d)
 
     def _feed_forward(self, x: Tensor, layer: _Layer) -> None:
         """Add the feed-forward block to x [N, D]."""
