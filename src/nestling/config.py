@@ -96,6 +96,9 @@ class InnerConfig(Frozen):
     """Read when `scorer` is openai."""
     eval_items: int = Field(200, ge=8, le=10_000)
     """Hidden items per scoring; the same ones before and after training."""
+    split: Literal["b", "c"] = "b"
+    """Hidden set that pays. No recipe and no setting may say c, the sealed one: `nestling eval-agent --sealed`
+    does, which keeps a record."""
     train_wall_s: float = Field(300.0, gt=0)
     """Wall-clock limit of one training."""
     score_wall_s: float = Field(300.0, gt=0)
@@ -226,19 +229,32 @@ class RunConfig(Frozen):
     """Run agent-written code without a jail. Only for code you trust; recorded in the run."""
 
 
-def load_recipe(path: Path | None, settings: Sequence[str] = ()) -> RunConfig:
+def load_recipe(
+    path: Path | None, settings: Sequence[str] = (), *, sealed: bool = False
+) -> RunConfig:
     """Read a recipe and apply `a.b=value` settings; values are TOML, else plain text.
 
+    Args:
+        path: the file; None: the defaults.
+        settings: applied in this order.
+        sealed: the file belongs to a recorded opening of hidden set C, so it may name it.
+
     Raises:
-        ConfigError: unreadable file, unknown key (with the nearest one), value out of bounds.
+        ConfigError: unreadable file, unknown key (with the nearest one), value out of bounds, set C.
     """
     document = _read(path) if path is not None else {}
     for setting in settings:
         _apply(document, setting)
     try:
-        return RunConfig.model_validate_json(json.dumps(document))
+        config = RunConfig.model_validate_json(json.dumps(document))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error))) from error
+    if config.inner.split == "c" and not sealed:
+        raise ConfigError(
+            "inner.split = 'c' is the sealed hidden set; expected b; "
+            "only `nestling eval-agent --sealed` opens it, and records that it did"
+        )
+    return config
 
 
 def recipe_toml(config: RunConfig) -> str:

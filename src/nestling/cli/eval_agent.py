@@ -25,9 +25,9 @@ from nestling.core.errors import ConfigError
 if TYPE_CHECKING:
     from nestling.agent.episode_result import EpisodeResult
     from nestling.bench.agents import AgentSpec
+    from nestling.bench.compare import Compared, OpenedSet
     from nestling.config import RunConfig
     from nestling.outer.plan import EpisodePlan
-    from nestling.outer.sweep_report import Sweep
 
 __all__ = ["command"]
 
@@ -66,6 +66,16 @@ _COLUMNS = (
     type=click.Path(path_type=Path, dir_okay=False),
     help="The page. Default: agents.html in the run folder.",
 )
+@click.option(
+    "--sealed",
+    is_flag=True,
+    help="Hidden set C pays instead of B. It is opened once: the state folder keeps when and for what.",
+)
+@click.option(
+    "--sealed-again",
+    is_flag=True,
+    help="Open set C although it was opened for another sweep; every output then says so.",
+)
 @room_options
 @json_option
 def command(
@@ -76,6 +86,8 @@ def command(
     folder: Path | None,
     out: Path | None,
     html: Path | None,
+    sealed: bool,
+    sealed_again: bool,
     settings: tuple[str, ...],
     unsafe_no_jail: bool,
     as_json: bool,
@@ -84,16 +96,23 @@ def command(
 
     `noop`, a job that trains next to nothing, is always played; gains are paired differences from
     it, with a sign-flip p-value. Finished episodes are kept, so that the same command continues.
+
+    With --sealed the jobs of all agents are scored on hidden set C. Nothing else opens it; a second
+    opening is refused, unless the very same command continues.
     """
     from nestling.bench.compare import compare_agents, default_folder
     from nestling.core.rundir import write_atomic
 
+    if sealed_again and not sealed:
+        raise ConfigError("--sealed-again without --sealed; expected both; add --sealed")
     names = families_of(families)
     config = recipe(settings, unsafe_no_jail=unsafe_no_jail)
     held_out = config.outer.held_out.model_copy(update={"episodes": episodes})
+    inner = config.inner.model_copy(update={"split": "c"}) if sealed else config.inner
     config = config.model_copy(
         update={
             "name": "eval",
+            "inner": inner,
             "families": config.families.model_copy(update={"held_out": names}),
             "outer": config.outer.model_copy(update={"seed": seed, "held_out": held_out}),
         }
@@ -102,12 +121,14 @@ def command(
     place = folder or default_folder(config)
     say(f"{len(specs)} agents, {len(names)} families, {episodes} episodes each, in {place}")
     try:
-        found = asyncio.run(compare_agents(config, specs, place, _say_episode))
+        found = asyncio.run(compare_agents(config, specs, place, _say_episode, again=sealed_again))
     except KeyboardInterrupt:
         say("interrupted; the same command continues")
         return 130
-    figures = _figures(found, specs, names, place)
+    figures = _figures(found, specs, config, place)
     _print_figures(figures)
+    if found.sealed is not None:
+        say(found.sealed.opened.told())
     page = _write_page(found, specs, figures, html or place / "agents.html", config)
     say(f"wrote {page}")
     if out is not None:
@@ -144,25 +165,45 @@ def _say_episode(agent: AgentSpec, plan: EpisodePlan, result: EpisodeResult) -> 
 
 
 def _figures(
-    found: Sweep, specs: list[AgentSpec], families: tuple[str, ...], folder: Path
+    found: Compared, specs: list[AgentSpec], config: RunConfig, folder: Path
 ) -> dict[str, Any]:
     from nestling.bench.compare import arm_figures
     from nestling.core.machine import commit
 
+    sweep, families = found.sweep, config.families.held_out
     return {
-        "arms": {spec.label: {"arm": spec.arm, **arm_figures(found, spec.arm)} for spec in specs},
+        "arms": {spec.label: {"arm": spec.arm, **arm_figures(sweep, spec.arm)} for spec in specs},
         "by_family": {
-            family: {spec.label: arm_figures(found, spec.arm, family) for spec in specs}
+            family: {spec.label: arm_figures(sweep, spec.arm, family) for spec in specs}
             for family in families
         },
         "families": list(families),
+        "seed": config.outer.seed,
+        "eval_items": config.inner.eval_items,
+        "split": config.inner.split,
+        **(_opened_figures(found.sealed, folder) if found.sealed else {}),
         "folder": str(folder),
         "commit": commit(),
     }
 
 
+def _opened_figures(sealed: OpenedSet, folder: Path) -> dict[str, Any]:
+    """How the sealed set was opened, and the untrained bases on what agents ask for and on it."""
+    from nestling.report.gather import gather
+
+    opened = sealed.opened
+    return {
+        "commitment": opened.opening.commitment,
+        "opened_at": opened.opening.at,
+        "opened_before": opened.before,
+        "opened": opened.total,
+        "baselines_a": sealed.asked,
+        "best_pre": gather(folder).best_pre,
+    }
+
+
 def _write_page(
-    found: Sweep, specs: list[AgentSpec], figures: dict[str, Any], out: Path, config: RunConfig
+    found: Compared, specs: list[AgentSpec], figures: dict[str, Any], out: Path, config: RunConfig
 ) -> Path:
     from nestling.bench.compare import EFFECT, NOOP
     from nestling.core.machine import machine_line
@@ -172,12 +213,13 @@ def _write_page(
         "Families": ", ".join(figures["families"]),
         "Episodes": f"{config.outer.held_out.episodes} per agent and family, seed {config.outer.seed}",
         "Jobs": f"{config.inner.eval_items} hidden items per score",
+        "Hidden set": found.sealed.opened.told() if found.sealed else "B",
         "Machine": machine_line(),
         "Commit": figures["commit"] or "not recorded",
         "Episodes kept in": figures["folder"],
     }
     agents = [ComparedAgent(label=spec.label, arm=spec.arm) for spec in specs]
-    return write_agents_page(found, agents, out, against=NOOP, effect=EFFECT, facts=facts)
+    return write_agents_page(found.sweep, agents, out, against=NOOP, effect=EFFECT, facts=facts)
 
 
 def _print_figures(figures: dict[str, Any]) -> None:

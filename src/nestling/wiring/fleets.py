@@ -200,6 +200,7 @@ def result_identity(config: RunConfig) -> dict[str, Any]:
         ),
         "seed": config.inner.seed,
         "eval_items": config.inner.eval_items,
+        **({} if config.inner.split == "b" else {"split": config.inner.split}),
         "bases": {
             name: base.sha256
             for name, base in offered_bases(config.models, make_state_folder()).items()
@@ -211,4 +212,6 @@ def result_identity(config: RunConfig) -> dict[str, Any]:
 
 def _stack_identity(config: RunConfig) -> dict[str, Any]:
     """What of a stack may change rounding."""
-    return config.inner.stack.model_dump(mode="json", exclude={"processes", "max_jobs", "memory_gib"})
+    return config.inner.stack.model_dump(
+        mode="json", exclude={"processes", "max_jobs", "memory_gib"}
+    )

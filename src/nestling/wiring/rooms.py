@@ -70,6 +70,7 @@ class Room:
             work_folder=work,
             keep_models=config.inner.keep_models,
             n=config.inner.eval_items,
+            split=config.inner.split,
             seed=config.inner.seed,
             usd_per_hour=price.usd_per_hour,
             limits=TrainLimits(wall_s=config.inner.train_wall_s),
