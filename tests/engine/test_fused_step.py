@@ -108,6 +108,9 @@ def test_tokens_and_log_probabilities_are_those_of_the_general_step(
 def test_an_odd_layout_takes_the_general_step() -> None:
     from nestling.engine.fused_step import FusedStep
 
-    assert FusedStep.serves(_config())
-    assert not FusedStep.serves(_config(qk_norm=True))
-    assert not FusedStep.serves(_config(head_dim=24))
+    wide = _config(hidden_size=512)
+    assert FusedStep.serves(_config(), torch.float32)
+    assert FusedStep.serves(wide, torch.bfloat16)
+    assert not FusedStep.serves(wide, torch.float32)
+    assert not FusedStep.serves(_config(qk_norm=True), torch.float32)
+    assert not FusedStep.serves(_config(head_dim=24), torch.float32)

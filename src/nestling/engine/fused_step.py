@@ -18,6 +18,7 @@ from nestling.engine.weights import layout
 
 __all__ = ["FusedStep", "RowBuffers"]
 
+_WIDEST_EXACT = 256
 _FULL = 132
 """Programs that fill the GPU once: the multiprocessors of an H100 or H200."""
 
@@ -73,8 +74,15 @@ class FusedStep:
         self._precision = "tf32" if tf32 or kind != torch.float32 else "ieee"
 
     @staticmethod
-    def serves(config: ModelConfig) -> bool:
-        """Whether the kernels can be had and know this layout."""
+    def serves(config: ModelConfig, dtype: torch.dtype) -> bool:
+        """Whether the kernels can be had, know this layout, and are the faster way.
+
+        Full float32 products have no matrix units to use; above a small width the library's are faster (SmolLM2-135M on an
+        H200, 256 rows: 35,000 tokens a second, against 19,000 by these kernels).
+        """
+        is_exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+        if is_exact and config.hidden_size > _WIDEST_EXACT:
+            return False
         is_plain = config.gemma is None and not config.qk_norm and not config.attention_bias
         fits = (
             config.head_dim in (16, 32, 64, 128) and config.num_heads // config.num_kv_heads <= 16

@@ -35,7 +35,8 @@ __all__ = ["LaneDecoder", "LanePlan", "NewRow", "plan_for"]
 
 _log = logging.getLogger(__name__)
 _WIDTH_STEP = 64
-_PROMPTS_PER_LAUNCH = 64
+_TOKENS_PER_PREFILL = 2**17
+"""Of prompts that go into the cache in one launch of several lanes, padding included; a row a lane is the least."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -144,7 +145,7 @@ class LaneDecoder:
         self._graphs: dict[_Launch, torch.cuda.CUDAGraph] = {}
         self._captured = self.plan.captured and self.device.type == "cuda"
         self._fused: FusedStep | None = None
-        if self.plan.fused and FusedStep.serves(config):
+        if self.plan.fused and FusedStep.serves(config, dtype):
             buffers = RowBuffers(
                 ids=self._ids,
                 sampled=self._sampled,
@@ -360,11 +361,14 @@ class LaneDecoder:
             queues: dict[int, list[tuple[int, bytes]]] = {}
             for key in keys:
                 queues.setdefault(key[0], []).append(key)
-            for start in range(0, max(map(len, queues.values()), default=0), _PROMPTS_PER_LAUNCH):
+            deepest = max(map(len, queues.values()), default=0)
+            longest = max((len(prompt) for prompt in prompts.values()), default=1)
+            share = max(1, _TOKENS_PER_PREFILL // (max(1, len(queues)) * longest))
+            for start in range(0, deepest, share):
                 chunk = [
                     (by_prompt[key][0], prompts[key][:-1])
                     for queue in queues.values()
-                    for key in queue[start : start + _PROMPTS_PER_LAUNCH]
+                    for key in queue[start : start + share]
                 ]
                 self._extend(chunk, [0] * len(chunk))
         else:
