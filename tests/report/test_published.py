@@ -158,6 +158,46 @@ def test_planned_recipes_are_those_that_were_preregistered():
 
 
 @pytest.mark.long
+def test_the_sealed_set_is_shown_beside_what_pays(empty, run_folder, tmp_path):
+    folder = tmp_path / "results"
+    shutil.copytree(empty, folder)
+    assert "## Sealed set C" not in (folder / "README.md").read_text("utf-8")
+    records = read_records(run_folder)
+    write_arc_data(records, folder / "arc" / "main" / "sweep")
+    played = [one for one in records.episodes if one.arm == "noop" and one.family == "triage"]
+    row = {"n": len(played), "dead": 0, "reward_mean": 0.4, "reward_ci": [0.3, 0.5]} | {
+        "post_mean": 0.25, "post_ci": None, "post_n": 1,
+    }  # fmt: skip
+    figures = {
+        "split": "c", "commitment": "c0ffee", "opened_at": "2026-01-02", "opened_before": 0,
+        "opened": 1, "commit": None, "families": ["triage"], "seed": 8, "eval_items": 8,
+        "baselines_a": {"triage": {"micro": 0.2, "nano": 0.3}}, "best_pre": {"triage": 0.31},
+        "arms": {"noop": {"arm": "noop", **row}, "mine": {"arm": "elsewhere-1", **row}},
+    }  # fmt: skip
+    kept = folder / "arc" / "sealed-set-c.json"
+    kept.write_text(json.dumps(figures))
+    redraw(folder)
+    rows = rows_of(folder / "README.md", "Sealed set C")
+    best = next(one.best_pre for one in played if one.best_pre is not None)
+    assert rows["best untrained base"][1:] == ["0.300", f"{best:.3f}", "0.310"]
+    reward = sum(one.reward for one in played) / len(played)
+    assert rows["noop: reward"][2].startswith(f"{reward:.3f} [")
+    assert rows["noop: reward"][3] == f"0.400 [0.300, 0.500], n = {len(played)}"
+    assert rows["noop: hidden score of its trained models"][3] == "0.250, n = 1"
+    assert rows["mine: reward"][2] == "not measured"
+    text = (folder / "README.md").read_text("utf-8")
+    assert "opened once, 2026-01-02" in text
+    assert "another seed" in text
+    kept.write_text(json.dumps(figures | {"opened": 3, "opened_before": 1}))
+    redraw(folder)
+    assert "opened 3 times, this one is opening 2" in (folder / "README.md").read_text("utf-8")
+    info = replace(records.info, config={**records.info.config, "inner": {"split": "c"}})
+    write_arc_data(replace(records, info=info), folder / "arc" / "main" / "sweep")
+    with pytest.raises(StoreError, match="sealed"):
+        redraw(folder)
+
+
+@pytest.mark.long
 def test_figures_and_tables_of_an_arc_are_written(full, run_folder):
     folder = full / "arc" / "main"
     for name in ("reward", "decomposition", "bases_by_family", "exploration", "held_out"):

@@ -40,7 +40,6 @@ __all__ = [
     "NOOP",
     "Compared",
     "OnPlayed",
-    "OpenedSet",
     "arm_figures",
     "compare_agents",
     "default_folder",
@@ -55,21 +54,12 @@ OnPlayed = Callable[[AgentSpec, EpisodePlan, EpisodeResult], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedSet:
-    """What goes with every figure of hidden set C."""
-
-    opened: Opened
-    asked: dict[str, dict[str, float]]
-    """Untrained score of every base on set A, by family."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
     """What was played."""
 
     sweep: Sweep
-    sealed: OpenedSet | None
-    """None when set B paid."""
+    opened: Opened | None
+    """What goes with every figure of hidden set C; None when set B paid."""
 
 
 async def compare_agents(
@@ -129,6 +119,7 @@ def arm_figures(found: Sweep, arm: str, family: str = ALL_FAMILIES) -> dict[str,
         "job_success": summary.job_success if summary else None,
         "post_mean": post.mean if post else None,
         "post_ci": _interval(post),
+        "post_n": post.n if post else 0,
         "uplift_mean": uplift.mean if uplift else None,
         "uplift_ci": _interval(uplift),
         "gain_over_noop": difference.mean if difference else None,
@@ -167,11 +158,8 @@ async def _play(
                 )
             )
             arms.append(Arm(name=agent.arm, play=_telling(agent, play, told)))
-        sealed = None
-        if open_set is not None:  # last, when nothing else can stop the first score
-            opening = open_set()
-            asked = {one: await fleet.baselines(one) for one in config.families.held_out}
-            sealed = OpenedSet(opened=opening, asked=asked)
+        # Last, when nothing else can stop the first score.
+        on_record = open_set() if open_set is not None else None
         found = await sweep(
             arms,
             config.families.held_out,
@@ -183,7 +171,7 @@ async def _play(
             episode_timeout_s=outer.episode_timeout_s,
         )
         await log.sweep_done(0, found)
-        return Compared(sweep=found, sealed=sealed)
+        return Compared(sweep=found, opened=on_record)
 
 
 def _opening(config: RunConfig, agents: Sequence[AgentSpec], folder: Path) -> Opening:

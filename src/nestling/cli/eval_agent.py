@@ -25,9 +25,10 @@ from nestling.core.errors import ConfigError
 if TYPE_CHECKING:
     from nestling.agent.episode_result import EpisodeResult
     from nestling.bench.agents import AgentSpec
-    from nestling.bench.compare import Compared, OpenedSet
+    from nestling.bench.compare import Compared
     from nestling.config import RunConfig
     from nestling.outer.plan import EpisodePlan
+    from nestling.wiring.sealed import Opened
 
 __all__ = ["command"]
 
@@ -127,8 +128,8 @@ def command(
         return 130
     figures = _figures(found, specs, config, place)
     _print_figures(figures)
-    if found.sealed is not None:
-        say(found.sealed.opened.told())
+    if found.opened is not None:
+        say(found.opened.told())
     page = _write_page(found, specs, figures, html or place / "agents.html", config)
     say(f"wrote {page}")
     if out is not None:
@@ -181,24 +182,26 @@ def _figures(
         "seed": config.outer.seed,
         "eval_items": config.inner.eval_items,
         "split": config.inner.split,
-        **(_opened_figures(found.sealed, folder) if found.sealed else {}),
+        **(_opened_figures(found.opened, folder) if found.opened else {}),
         "folder": str(folder),
         "commit": commit(),
     }
 
 
-def _opened_figures(sealed: OpenedSet, folder: Path) -> dict[str, Any]:
-    """How the sealed set was opened, and the untrained bases on what agents ask for and on it."""
-    from nestling.report.gather import gather
+def _opened_figures(opened: Opened, folder: Path) -> dict[str, Any]:
+    """How the sealed set was opened, and the untrained bases on it and on what agents ask for."""
+    from nestling.report.gather import read_records
 
-    opened = sealed.opened
+    records = read_records(folder)
     return {
         "commitment": opened.opening.commitment,
         "opened_at": opened.opening.at,
         "opened_before": opened.before,
         "opened": opened.total,
-        "baselines_a": sealed.asked,
-        "best_pre": gather(folder).best_pre,
+        "baselines_a": records.baselines,
+        "best_pre": {
+            one.family: one.best_pre for one in records.episodes if one.best_pre is not None
+        },
     }
 
 
@@ -213,7 +216,7 @@ def _write_page(
         "Families": ", ".join(figures["families"]),
         "Episodes": f"{config.outer.held_out.episodes} per agent and family, seed {config.outer.seed}",
         "Jobs": f"{config.inner.eval_items} hidden items per score",
-        "Hidden set": found.sealed.opened.told() if found.sealed else "B",
+        "Hidden set": found.opened.told() if found.opened else "B",
         "Machine": machine_line(),
         "Commit": figures["commit"] or "not recorded",
         "Episodes kept in": figures["folder"],

@@ -32,5 +32,7 @@ class Found:
     benchmarks: Mapping[str, Mapping[str, Any]]
     """Files of `nestling bench`, by name."""
     agents: Mapping[str, Any] | None
+    sealed: Mapping[str, Any] | None
+    """Figures of hidden set C; None while it is sealed."""
     files: frozenset[str]
     """Of those that the plan expects, the ones that are there."""

@@ -16,6 +16,7 @@ from nestling.report.published.measured_sections import (
     spread_section,
 )
 from nestling.report.published.quantities import QUANTITIES, Evidence
+from nestling.report.published.sealed_section import sealed_section
 
 __all__ = ["results_page"]
 
@@ -38,6 +39,7 @@ def results_page(found: Found) -> str:
             for plan in found.plan.arcs
             if plan.name in found.sweeps
         ),
+        sealed_section(found),
         left_out_section(found),
         pilots_section(found),
         spread_section(found),
@@ -85,8 +87,9 @@ def _side_by_side(found: Found) -> list[str]:
         "",
         "First and last: training episodes that the untrained weights played, and those of the last steps, as many as",
         "it takes to see every family. Measured: sweeps, where all policies meet the same tasks and seeds; gains are",
-        "paired differences with a sign-flip p-value. Held out: never in the RL mix; the embedded agent's supervised warm",
-        "start showed it demonstrations on every family. The size of a run is in its row: smaller ones are not the main arc.",
+        "paired differences with a sign-flip p-value. Held out: never in the RL mix, and triage not in the embedded agent's",
+        "supervised warm start either. The size of a run is in its row: smaller ones are not the main arc. micro and hatchling",
+        "were built again on 2026-12-01 ([why](calibration/README.md)); what was measured before used the ones before.",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from nestling.core.errors import StoreError
 from nestling.core.rundir import write_atomic
 from nestling.report.arc_data import is_arc_data
 from nestling.report.compare import compare_runs
@@ -25,6 +26,7 @@ from nestling.report.published.measurements import (
 )
 from nestling.report.published.page import results_page
 from nestling.report.published.plan import ArcPlan, read_plan
+from nestling.report.published.sealed_section import SEALED_FILE
 from nestling.report.run_data import RunData
 from nestling.report.summary import summarise_run
 
@@ -35,7 +37,7 @@ def redraw(folder: Path) -> Path:
     """Redraw every figure and table below `folder` and its `README.md`; returns that page.
 
     Runs are read from `arc/NAME/run`, measurements made apart from `arc/NAME/sweep`, each an export of
-    a run. Equal data gives equal bytes. Raises `ConfigError` without a plan in `arc/arcs.toml`, and
+    a run on hidden set B; figures of C are in `arc/sealed-set-c.json`. Equal data gives equal bytes. Raises `ConfigError` without a plan in `arc/arcs.toml`, and
     `StoreError` for data that cannot be read or a folder that cannot be written.
     """
     arcs = folder / "arc"
@@ -77,6 +79,7 @@ def redraw(folder: Path) -> Path:
             path.stem: read_json(path) for path in sorted((folder / "bench").glob("*.json"))
         },
         agents=agents,
+        sealed=_json(folder / SEALED_FILE),
         files=frozenset(one.file for one in plan.expected if (folder / one.file).exists()),
     )
     page = folder / "README.md"
@@ -85,7 +88,15 @@ def redraw(folder: Path) -> Path:
 
 
 def _kept(folder: Path) -> RunData | None:
-    return gather(folder) if is_arc_data(folder) else None
+    if not is_arc_data(folder):
+        return None
+    data = gather(folder)
+    if data.info.config.get("inner", {}).get("split") == "c":
+        raise StoreError(
+            f"{folder} was paid by the sealed hidden set C; expected a run on set B; keep the figures of "
+            f"C as {SEALED_FILE} and remove the folder"
+        )
+    return data
 
 
 def _write_run(folder: Path, data: RunData) -> None:
