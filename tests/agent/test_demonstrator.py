@@ -86,6 +86,18 @@ def test_demonstrator_is_often_wrong_at_first_and_mostly_right_in_the_end(
     assert ever > 0.7
 
 
+def test_nearly_every_demonstration_writes_settings(played: list[EpisodeResult]) -> None:
+    with_table = sum(any("[prime_rl]" in turn.text for turn in one.turns[2:]) for one in played)
+    assert with_table / len(played) > 0.9
+
+
+def test_the_warm_start_shows_no_held_out_family(corpus: tuple[Corpus, Tokenizer]) -> None:
+    rows, tokenizer = corpus
+    texts = [tokenizer.decode(rows.row(index)[0]) for index in range(len(rows))]
+    assert any("family: ledger" in text for text in texts)
+    assert not [text for text in texts if "family: triage" in text]
+
+
 def test_corpus_rows_are_what_an_episode_feeds(corpus: tuple[Corpus, Tokenizer]) -> None:
     rows, tokenizer = corpus
     assert len(rows) == 60

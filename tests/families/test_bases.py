@@ -142,6 +142,7 @@ def test_micro_is_better_everywhere_but_in_multi_hop() -> None:
     nano, micro = recipe("nano"), recipe("micro")
     assert {name for name in ALL if nano.targets[name] > micro.targets[name]} == {"multi_hop"}
     assert set(nano.targets) == set(micro.targets) == set(ALL)
+    assert (nano.limited, micro.limited) == (frozenset(), {"multi_hop"})
     sizes = [num_parameters(one.model_config_of()) for one in RECIPES]
     assert 0.3e6 < sizes[0] < 0.45e6
     assert 1.4e6 < sizes[1] < 1.8e6

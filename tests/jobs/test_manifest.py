@@ -45,7 +45,7 @@ MESSAGES = [
     (HEAD + "max_steps = 1000000000\n", "schema.out_of_bounds", "max_steps 1000000000 is out of"),
     (HEAD + "lr = nan\n", "schema.out_of_bounds", "lr nan is out of bounds"),
     (HEAD + "lr = inf\n", "schema.out_of_bounds", "1e-5..3e-3"),
-    (HEAD + "lr = -1e-3\n", "schema.out_of_bounds", "lr = 1e-4"),
+    (HEAD + "lr = -1e-3\n", "schema.out_of_bounds", "lr = 1e-5"),
     (HEAD + "batch_size = 20\n", "schema.group_size", "group_size 8 does not divide batch_size 20"),
     (HEAD + "max_steps = 16\nbatch_size = 128\n", "budget.rollouts", "for example max_steps = 8"),
     (HEAD + "momentum = 0.5\n", "schema.no_effect", "momentum has no effect with optimizer adamw"),
@@ -59,7 +59,7 @@ MESSAGES = [
     (
         HEAD + 'scheduler = "cosine"\nmin_lr = 1e-3\n',
         "schema.min_lr",
-        "min_lr 1e-3 is above lr 1e-4",
+        "min_lr 1e-3 is above lr 1e-5",
     ),
     (HEAD + "[env]\nid = 3\n", "schema.env_name", "id cannot be used"),
     (HEAD + '[env]\n"../x" = 3\n', "schema.env_name", "../x cannot be used"),

@@ -54,7 +54,7 @@ BROKEN = [
     BrokenJob(
         name="schema",
         code="schema.out_of_bounds",
-        line="[schema] lr 0.1 is out of bounds; expected 1e-5..3e-3; fix: for example lr = 1e-4",
+        line="[schema] lr 0.1 is out of bounds; expected 1e-5..3e-3; fix: for example lr = 1e-5",
         edits=(("job.toml", "lr = 0.0003", "lr = 0.1"),),
     ),
     BrokenJob(

@@ -1,7 +1,7 @@
-"""Recipe of the embedded agent: demonstrations, tokenizer, supervised training.
+"""Recipe of an agent's first weights: demonstrations, tokenizer, supervised training.
 
 Two stages: `make_corpus` plays the noisy demonstrator and writes token ids, `train_agent` fits a
-small decoder on them and can be repeated alone. Agent tokens alone carry loss. Ids are built segment
+small decoder on them, or the adapter of an open model, and can be repeated alone. Agent tokens alone carry loss. Ids are built segment
 by segment, exactly as an episode builds them.
 """
 
@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from nestling.agent.agent_tokenizer import train_tokenizer
@@ -28,15 +29,16 @@ from nestling.agent.paper_probe import PaperRunner
 from nestling.core.errors import ConfigError
 from nestling.core.seeds import derive_seed, stream
 from nestling.engine.chat import Message, prompt_ids, tool_result_ids
-from nestling.engine.checkpoint import save_model
+from nestling.engine.checkpoint import load_model, save_model
 from nestling.engine.config import ModelConfig
-from nestling.engine.learn import AdamW, SupervisedTrainer, TrainRow
+from nestling.engine.learn import AdamW, LoraConfig, SupervisedTrainer, TrainRow
+from nestling.engine.lora import LoraWeights, save_adapter
 from nestling.engine.model import Model
 from nestling.engine.tokenizer import Tokenizer
 from nestling.engine.weights import Weights, num_parameters
-from nestling.families.registry import ALL, get
+from nestling.families.registry import TRAINING, get
 
-__all__ = ["Corpus", "WarmStartPlan", "encode_episode", "make_corpus", "train_agent"]
+__all__ = ["OPEN_PLAN", "Corpus", "WarmStartPlan", "encode_episode", "make_corpus", "train_agent"]
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,8 @@ class WarmStartPlan:
     """Everything that decides the agent's first weights."""
 
     episodes: int = 48_000
+    families: tuple[str, ...] = TRAINING
+    """Families that are demonstrated; a held-out one is met for the first time when it is measured."""
     vocab_size: int = 1_024
     hidden_size: int = 256
     num_layers: int = 6
@@ -57,15 +61,23 @@ class WarmStartPlan:
     batch_tokens: int = 10_000
     peak_lr: float = 1.5e-3
     warmup_steps: int = 60
+    lora_rank: int = 32
+    """Of the adapter, when an open model is taught."""
     seed: int = 0
     rates: DemoRates = field(default_factory=DemoRates)
+
+
+OPEN_PLAN: Final = WarmStartPlan(
+    episodes=3_000, train_tokens=1_500_000, peak_lr=5e-4, warmup_steps=10
+)
+"""For an open model: it can write already, and has only the tools and the form of a job to learn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
     """Token ids of all episodes, one after the other."""
 
-    ids: NDArray[np.uint16]
+    ids: NDArray[np.uint32]
     sampled: NDArray[np.bool_]
     """True on tokens that the demonstrator wrote."""
     starts: NDArray[np.int64]
@@ -92,8 +104,13 @@ class Corpus:
             return cls(ids=data["ids"], sampled=data["sampled"], starts=data["starts"])
 
 
-def make_corpus(plan: WarmStartPlan, work: Path, *, processes: int = 1) -> Corpus:
-    """Play the demonstrations, train the tokenizer on the first of them, write both to `work`."""
+def make_corpus(
+    plan: WarmStartPlan, work: Path, *, processes: int = 1, tokenizer: Tokenizer | None = None
+) -> Corpus:
+    """Play the demonstrations and write their ids to `work`, and the tokenizer.
+
+    Without `tokenizer`, an open model's, one is trained on the first demonstrations.
+    """
     work.mkdir(parents=True, exist_ok=True)
     chunk = 500
     spans = [
@@ -104,8 +121,9 @@ def make_corpus(plan: WarmStartPlan, work: Path, *, processes: int = 1) -> Corpu
             played = [episode for part in pool.imap(_play_span, spans) for episode in part]
     else:
         played = [episode for span in spans for episode in _play_span(span)]
-    texts = [_plain_text(turns) for turns in played[:3000]]
-    tokenizer = train_tokenizer(texts, plan.vocab_size)
+    if tokenizer is None:
+        texts = [_plain_text(turns) for turns in played[:3000]]
+        tokenizer = train_tokenizer(texts, plan.vocab_size)
     tokenizer.save(work / "agent")
     rows = [
         row
@@ -113,7 +131,7 @@ def make_corpus(plan: WarmStartPlan, work: Path, *, processes: int = 1) -> Corpu
         if len((row := encode_episode(tokenizer, turns))[0]) <= plan.max_tokens
     ]
     corpus = Corpus(
-        ids=np.array([token for ids, _ in rows for token in ids], np.uint16),
+        ids=np.array([token for ids, _ in rows for token in ids], np.uint32),
         sampled=np.array([flag for _, flags in rows for flag in flags], np.bool_),
         starts=np.cumsum([0, *(len(ids) for ids, _ in rows)]).astype(np.int64),
     )
@@ -139,14 +157,44 @@ def encode_episode(
 
 
 def train_agent(
-    plan: WarmStartPlan, work: Path, out: Path, *, device: str = "cpu", deadline_s: float = 1e9
+    plan: WarmStartPlan,
+    work: Path,
+    out: Path,
+    *,
+    base: tuple[str, Path] | None = None,
+    device: str = "cpu",
+    deadline_s: float = 1e9,
 ) -> dict[str, Any]:
     """Fit the decoder on the corpus in `work` and save a model folder to `out`.
 
+    With `base`, name and folder of an open model, an adapter of it is fitted and saved.
     Returns tokens seen, steps, seconds and the loss curve. A deadline shortens the schedule: the
     learning rate decays over what is left of the time.
     """
-    corpus, tokenizer = Corpus.load(work / "corpus.npz"), Tokenizer.load(work / "agent")
+    corpus = Corpus.load(work / "corpus.npz")
+    if base is None:
+        model = _fresh_model(plan, Tokenizer.load(work / "agent"), device)
+    else:
+        model = _adapted_model(plan, base[1], device)
+    started = time.monotonic()
+    seen, steps, losses = _fit(model, corpus, plan, deadline_s)
+    if base is None or model.lora is None:
+        model.weights = model.weights.to("cpu")
+        save_model(out, model)
+    else:
+        save_adapter(out, model.lora, base_model=base[0])
+        model.tokenizer.save(out)
+    params = num_parameters(model.config) if model.lora is None else model.lora.flat.shape[1]
+    return {
+        "tokens": seen,
+        "steps": steps,
+        "seconds": round(time.monotonic() - started, 1),
+        "params": params,
+        "losses": losses,
+    }
+
+
+def _fresh_model(plan: WarmStartPlan, tokenizer: Tokenizer, device: str) -> Model:
     config = ModelConfig(
         vocab_size=-(-tokenizer.vocab_size // 8) * 8,
         hidden_size=plan.hidden_size,
@@ -158,9 +206,24 @@ def train_agent(
         max_positions=2048,
     )
     weights = Weights.seeded(config, derive_seed(plan.seed, "agent", "weights")).to(device)
-    model = Model(config=config, weights=weights, tokenizer=tokenizer)
+    return Model(config=config, weights=weights, tokenizer=tokenizer)
+
+
+def _adapted_model(plan: WarmStartPlan, folder: Path, device: str) -> Model:
+    model = load_model(folder, device)
+    lora = LoraConfig(rank=plan.lora_rank, alpha=2.0 * plan.lora_rank)
+    source = torch.Generator().manual_seed(derive_seed(plan.seed, "agent", "adapter"))
+    model.lora = LoraWeights.init(model.config, lora, generator=source, device=device)
+    return model
+
+
+def _fit(
+    model: Model, corpus: Corpus, plan: WarmStartPlan, deadline_s: float
+) -> tuple[int, int, list[list[float]]]:
+    """Tokens seen, steps taken and the loss curve."""
     trainer = SupervisedTrainer(model, AdamW(lr=plan.peak_lr, weight_decay=0.01))
-    started, seen, losses = time.monotonic(), 0, []
+    started, seen, step = time.monotonic(), 0, 0
+    losses: list[list[float]] = []
     for step, batch in enumerate(_batches(corpus, plan)):
         done = max(seen / plan.train_tokens, (time.monotonic() - started) / deadline_s)
         if done >= 1:
@@ -174,15 +237,7 @@ def train_agent(
         if step % 50 == 0:
             losses.append([step, seen, round(loss, 4)])
             logger.info("step %d tokens %d loss %.4f", step, seen, loss)
-    model.weights = model.weights.to("cpu")
-    save_model(out, model)
-    return {
-        "tokens": seen,
-        "steps": step,
-        "seconds": round(time.monotonic() - started, 1),
-        "params": num_parameters(config),
-        "losses": losses,
-    }
+    return seen, step, losses
 
 
 def _learning_rate(plan: WarmStartPlan, step: int, done: float) -> float:
@@ -225,7 +280,7 @@ async def _play(plan: WarmStartPlan, first: int, last: int) -> list[tuple[TurnRe
         rng = stream(plan.seed, "agent", "episode", index)
         runner = PaperRunner(_baselines(rng))
         task = EpisodeTask(
-            family=get(rng.choice(ALL)),
+            family=get(rng.choice(plan.families)),
             task_id=f"demo-{index}",
             task_seed=rng.getrandbits(48),
             policy_seed=rng.getrandbits(48),

@@ -165,7 +165,7 @@ _LORA = ("lora_rank", ("1 or more",))
 _SMALL_KEYS: tuple[Key, ...] = (
     _float(
         "lr",
-        1e-4,
+        1e-5,
         (1e-5, 3e-3),
         "trainer.optim.lr",
         "Peak learning rate. Too high destroys the model, too low changes nothing.",
@@ -442,7 +442,7 @@ LARGE = Bounds(
 """For models trained by prime-rl."""
 
 _OPEN_CHANGES: dict[str, dict[str, Any]] = {
-    "lr": {"low": 1e-6, "high": 1e-3},
+    "lr": {"default": 1e-4, "low": 1e-6, "high": 1e-3},
     "min_lr": {"high": 1e-3},
     "max_steps": {"high": 32},
     "max_tokens": {"default": 96, "high": 256},
