@@ -92,8 +92,25 @@ def test_a_choice_that_depends_on_the_family_is_found() -> None:
     assert base["best"] == {
         family: "nano" if family in nano_is_better else "micro" for family in FAMILIES
     }
+    assert base["depends"] is True
+    assert base["gap"]["ci_over_seeds"][0] > 0.1
     assert (rubric["fixed"], rubric["depends"]) == ("exact", False)
     assert figures["choices"]["size"]["depends"] is None, "it was never varied"
+
+
+def test_a_choice_that_pays_in_one_family_alone_is_shown_by_seeds() -> None:
+    odd = FAMILIES[0]
+    worth = {
+        (family, job(base=base)): 0.5 + 0.4 * ((base == "nano") == (family == odd))
+        for family in FAMILIES
+        for base in ("nano", "micro")
+    }
+    figures = summarise(trials(worth, seeds=3, sd=0.01), FAMILIES)
+    gap = figures["choices"]["base"]["gap"]
+    assert gap["ci"][0] < 0, "other families may be like the rest"
+    assert gap["ci_over_seeds"][0] > 0.05
+    assert figures["choices"]["base"]["depends"] is True
+    assert "over 3 training seeds" in verdict(figures)
 
 
 def test_one_family_tells_nothing_about_others() -> None:
