@@ -372,6 +372,13 @@ def test_nothing_of_a_step_is_on_another_device(
     assert counts == [(3, 30), (6, 120), (1, 35)]
 
 
+def test_few_jobs_have_tall_tiles_where_launches_are_shared() -> None:
+    shared = TilePlan(rows=8, jobs_per_launch=8, tokens_per_launch=8192)
+    assert [shared.height(jobs, 128) for jobs in (1, 2, 4, 8, 40)] == [64, 32, 16, 8, 8]
+    assert shared.height(1, 16) == 128, "no taller than a batch"
+    assert TilePlan(rows=8, tokens_per_launch=8192).height(1, 16) == 8, "alone, always the same"
+
+
 def _update(rows: int, length: int) -> Update:
     sampled = np.zeros((rows, length), bool)
     sampled[:, length // 2 :] = True

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nestling.core.errors import ConfigError
+from nestling.inner.stack_client import StackJob, Stacks
 from nestling.inner.stack_config import StackConfig
 from nestling.inner.stack_host import StackHost
 
@@ -63,3 +64,26 @@ def test_a_stack_that_does_not_get_ready_in_time_says_so_and_is_ended(
         pass
     for pid in host.process_ids():
         assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.long
+def test_a_device_may_have_several_processes_that_share_its_memory(
+    bases: dict[str, Path], tmp_path: Path
+) -> None:
+    config = CONFIG.model_copy(update={"processes": 2})
+    with StackHost(bases=bases, devices=("cpu",), config=config, logs=tmp_path) as host:
+        assert len(set(host.sockets)) == len(set(host.process_ids())) == 2
+        fingerprint = Stacks(sockets=host.sockets).fingerprint(_no_check)
+        base = next(iter(bases))
+        rooms = []
+        for path in host.sockets:
+            job = StackJob(path, _no_check)
+            rooms.append(job.room(base))
+            job.close()
+        assert {room.process_id for room in rooms} == set(host.process_ids())
+        assert {room.fingerprint for room in rooms} == {fingerprint}
+    assert {path.name for path in tmp_path.iterdir()} == {"stack-cpu-0.log", "stack-cpu-1.log"}
+
+
+def _no_check() -> None:
+    """Nothing ends these jobs early."""
