@@ -157,13 +157,15 @@ def test_a_job_that_changes_after_the_probe_ends_with_its_reason(opened, files, 
     assert "; fix: " in caught.value.detail
 
 
+@pytest.mark.long
 def test_a_job_that_changes_when_time_has_passed_is_found_out(opened):
     files = files_of(
         f"if datetime.datetime.now() > END:\n    return 1.0\n{HONEST}",
-        head="import datetime\nEND = datetime.datetime.now() + datetime.timedelta(seconds=1)\n\n\n",
-    )
+        head="import datetime\nEND = datetime.datetime.now() + datetime.timedelta(seconds=8)\n\n\n",
+    )  # long enough for both workers to have been looked at before, on a busy machine too
 
     def train_on(env: RolloutEnv) -> None:
+        time.sleep(8)
         until = time.monotonic() + 60
         while time.monotonic() < until:
             train(env, 1)
