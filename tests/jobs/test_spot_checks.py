@@ -165,6 +165,7 @@ def test_a_job_that_changes_when_time_has_passed_is_found_out(opened):
     )  # long enough for both workers to have been looked at before, on a busy machine too
 
     def train_on(env: RolloutEnv) -> None:
+        train(env, 1)
         time.sleep(8)
         until = time.monotonic() + 60
         while time.monotonic() < until:
