@@ -61,7 +61,7 @@ class AgentConfig(Frozen):
     """The policy that writes jobs."""
 
     model: str = "hatchling"
-    """A shipped agent's name or a model folder."""
+    """A shipped agent's name, a model folder, or an open model that `nestling models fetch` brought."""
     style: Literal["compact", "full"] = "compact"
     """Prompt: compact for tiny models, full with tool schemas for large ones."""
     max_turns: int = Field(16, ge=2, le=200)
@@ -84,7 +84,7 @@ class InnerConfig(Frozen):
     """How jobs are trained and scored."""
 
     trainer: Literal["embedded", "stacked", "prime_rl"] = "embedded"
-    """embedded: each worker holds its job's model; stacked: one process per device holds all of them;
+    """embedded: each worker holds its job's model; stacked: a process or more per device hold all of them;
     prime_rl: prime-rl's own program, which runs the job's code outside the jail."""
     stack: StackConfig = StackConfig()
     """Read when `trainer` is stacked."""

@@ -37,3 +37,19 @@ def test_export_says_where_the_weights_of_a_hosted_agent_are(tmp_path):
     (tmp_path / "config.toml").write_text(recipe_toml(load_recipe(RECIPE)))
     with pytest.raises(ConfigError, match=r"weights\.download"):
         export_agent(tmp_path, tmp_path / "out", find_base=lambda name: tmp_path)
+
+
+def test_the_open_agent_keeps_to_the_protocol_of_the_arc():
+    arc, open_agent = (
+        load_recipe(RECIPE.with_name(f"{name}.toml")) for name in ("arc", "arc-smollm2")
+    )
+    assert isinstance(open_agent.learner, EmbeddedConfig)
+    assert open_agent.learner.lora_rank > 0
+    outer = open_agent.outer
+    assert (outer.steps, outer.groups_per_step * outer.group_size) == (12, 16)
+    for key in ("loss", "kl_coef", "std_normalise", "temperature", "clip", "max_staleness"):
+        assert getattr(outer, key) == getattr(arc.outer, key)
+    assert open_agent.reward == arc.reward
+    assert open_agent.families == arc.families
+    assert open_agent.models == arc.models
+    assert open_agent.inner.eval_items == arc.inner.eval_items

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +191,10 @@ def build(
     "--out", type=click.Path(path_type=Path, file_okay=False), required=True,
     help="Model folder of the agent.",
 )  # fmt: skip
+@click.option(
+    "--base", metavar="NAME",
+    help="Teach an adapter of this open model (fetched, or a folder) instead of a new decoder.",
+)  # fmt: skip
 @_device
 @_processes
 @click.option(
@@ -204,6 +209,7 @@ def build(
 def build_agent(
     work: Path,
     out: Path,
+    base: str | None,
     device: str,
     processes: int,
     deadline_s: float | None,
@@ -217,14 +223,21 @@ def build_agent(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from nestling.agent.warm_start import make_corpus, train_agent
 
-    plan = _agent_plan(episodes=episodes, train_tokens=train_tokens, seed=seed)
+    plan = _agent_plan(base, episodes=episodes, train_tokens=train_tokens, seed=seed)
+    taught, tokenizer = None, None
+    if base is not None:
+        from nestling.engine.tokenizer import Tokenizer
+        from nestling.wiring.agents import agent_folder
+
+        taught = (base, agent_folder(base))
+        tokenizer = Tokenizer.load(taught[1])
     if not keep_corpus:
         say(f"playing {plan.episodes} demonstrations")
-        corpus = make_corpus(plan, work, processes=processes)
+        corpus = make_corpus(plan, work, processes=processes, tokenizer=tokenizer)
         say(f"{len(corpus)} demonstrations, {len(corpus.ids):,} tokens")
     say(f"training on {plan.train_tokens:,} tokens")
     limit = {} if deadline_s is None else {"deadline_s": deadline_s}
-    done = train_agent(plan, work, out, device=device, **limit)
+    done = train_agent(plan, work, out, base=taught, device=device, **limit)
     click.echo(
         f"{out}: {done['params']:,} parameters, {done['tokens']:,} tokens, {done['seconds']} s"
     )
@@ -233,11 +246,11 @@ def build_agent(
     return 0
 
 
-def _agent_plan(**changes: int | None) -> WarmStartPlan:
-    from nestling.agent.warm_start import WarmStartPlan
+def _agent_plan(base: str | None, **changes: int | None) -> WarmStartPlan:
+    from nestling.agent.warm_start import OPEN_PLAN, WarmStartPlan
 
     given: dict[str, Any] = {key: value for key, value in changes.items() if value is not None}
-    return WarmStartPlan(**given)
+    return replace(WarmStartPlan() if base is None else OPEN_PLAN, **given)
 
 
 def _recipes(only: tuple[str, ...], scale: float, fields: tuple[str, ...]) -> list[BaseRecipe]:

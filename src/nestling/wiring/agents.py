@@ -15,11 +15,13 @@ from nestling.agent.prompt import PromptRules
 from nestling.config import RunConfig
 from nestling.core.errors import ConfigError, StoreError
 from nestling.core.rundir import RunDir
+from nestling.families.open_models import fetched_folder, open_models, read_record
 from nestling.families.registry import get
 from nestling.inner.models_config import bounds_of
 from nestling.outer.config import EmbeddedConfig, TinkerConfig
 from nestling.outer.plan import EpisodePlan
 from nestling.store import GroupCommit
+from nestling.wiring.state import make_state_folder
 
 if TYPE_CHECKING:
     from nestling.agent.chat_template import ChatTemplate
@@ -116,15 +118,21 @@ async def learner_findings(config: RunConfig) -> list[Finding]:
 
 
 def agent_folder(name: str) -> Path:
-    """Folder of a shipped agent, or the folder that was named."""
+    """Folder of a shipped agent, the folder that was named, or that of an open model that was fetched."""
     shipped = AGENTS_FOLDER / name
     if shipped.is_dir():
         return shipped
     if Path(name).is_dir():
         return Path(name)
+    if name in open_models():
+        fetched = fetched_folder(make_state_folder(), name)
+        if read_record(fetched) is not None:
+            return fetched
+        raise ConfigError(f"agent {name!r} was not fetched yet; run: nestling models fetch {name}")
     known = sorted(path.name for path in AGENTS_FOLDER.glob("*") if path.is_dir())
     raise ConfigError(
-        f"no agent {name!r}; expected one of {', '.join(known)}, or a model folder; check agent.model"
+        f"no agent {name!r}; expected one of {', '.join([*known, *open_models()])}, or a model folder; "
+        "check agent.model"
     )
 
 
