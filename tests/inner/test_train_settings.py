@@ -37,7 +37,7 @@ BESIDE = {
     "mu": {"optimizer": "muon"},
     "warmup_steps": {"scheduler": "linear"},
     "decay_steps": {"scheduler": "linear"},
-    "min_lr": {"scheduler": "cosine"},
+    "min_lr": {"scheduler": "cosine", "lr": 2e-4},
     "ipo_threshold": {"loss": "ipo"},
     "lora_alpha": {"lora_rank": 4},
 }
