@@ -193,6 +193,7 @@ async def test_nobody_listening_is_a_fault(runner) -> None:
     assert "ConnectError" in result.detail
 
 
+@pytest.mark.long
 async def test_retry_after_is_honoured() -> None:
     now = 1_000_000.0
 
@@ -343,6 +344,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(value=JSON, as_message=st.booleans())
 def test_any_reply_is_a_turn(value: Any, as_message: bool) -> None:

@@ -360,6 +360,7 @@ RAW = st.one_of(
 )
 
 
+@pytest.mark.long
 @given(turns=st.lists(RAW, min_size=1, max_size=6))
 @settings(max_examples=100, deadline=None)
 def test_no_model_text_raises(make_runner: Callable[[], Any], turns: list[str]) -> None:

@@ -177,6 +177,7 @@ CALLS = st.lists(
 )
 
 
+@pytest.mark.long
 @given(calls=CALLS)
 @settings(max_examples=60, deadline=None)
 def test_no_call_raises(

@@ -155,6 +155,7 @@ def test_oversize_write_and_growth_by_edit_are_refused(tmp_path: Path) -> None:
     assert workspace.read("job.toml") == "y" * 100
 
 
+@pytest.mark.long
 def test_ten_thousand_files_stop_at_the_cap(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w", STARTING, WorkspaceLimits(max_files=20))
     room = 20 - len(STARTING)
@@ -244,6 +245,7 @@ PATHS = st.one_of(
 )
 
 
+@pytest.mark.long
 @given(paths=st.lists(PATHS, max_size=6))
 @settings(max_examples=150, deadline=None)
 def test_no_path_leaves_the_workspace(

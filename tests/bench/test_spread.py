@@ -22,6 +22,7 @@ def ended(body: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_sigterm_closes_what_is_open() -> None:
     done = ended(
         """
@@ -35,6 +36,7 @@ def test_sigterm_closes_what_is_open() -> None:
     assert (done.returncode, done.stdout) == (143, "closed\n")
 
 
+@pytest.mark.long
 def test_sigterm_while_the_worker_leaves_ends_it_without_a_traceback() -> None:
     done = ended(
         """

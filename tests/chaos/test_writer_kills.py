@@ -78,6 +78,7 @@ def check(path: Path, told: dict[str, set[str]]) -> None:
         assert set(settled) == {job.id for job in jobs if job.state == "done"}
 
 
+@pytest.mark.long
 def test_few_kills_of_the_writer(tmp_path: Path) -> None:
     told = kill_writers(tmp_path / "run.db", 4, random.Random(1))
     check(tmp_path / "run.db", told)

@@ -139,6 +139,7 @@ HIDE = ["unshare", "-m", "sh", "-c"]
 HIDDEN = 'for x in $(which -a bwrap); do mount --bind /dev/null "$x"; done; exec "$@"'
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not can_run(*HIDE, "mount --bind /dev/null $(which bwrap)"),
     reason="hiding a program needs a mount namespace",

@@ -76,6 +76,7 @@ def test_report_of_an_empty_run_is_written_where_asked(here: Run, tmp_path: Path
     assert json.loads(Path(done.last["summary"]).read_text())
 
 
+@pytest.mark.long
 def test_doctor_finds_this_machine_ready(here: Run) -> None:
     done = here("doctor", "--json")
     assert done.last["ok"] is (done.code == 0)

@@ -101,6 +101,7 @@ async def test_mistakes_are_said(runs, tmp_path):
                 pass
 
 
+@pytest.mark.long
 def test_command_serves_until_it_is_interrupted(runs):
     command = [sys.executable, "-m", "nestling", "dash", str(runs), "--port", "0"]
     with subprocess.Popen(

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
 from nestling.agent.episode_result import OutcomeCode
 from nestling.jobs.outcome import OutcomeStatus
 
@@ -146,6 +148,7 @@ def test_every_code_of_the_source_is_explained() -> None:
     assert not missing, "add a line to docs/troubleshooting.md"
 
 
+@pytest.mark.long
 def test_the_page_explains_no_code_that_is_gone() -> None:
     source = "\n".join(path.read_text() for path in nodes())
     known = set(codes())

@@ -163,6 +163,7 @@ def test_anything_else_with_an_opening_tag_is_malformed(text: str) -> None:
     assert parsed.reason
 
 
+@pytest.mark.long
 @settings(max_examples=300)
 @given(
     st.lists(

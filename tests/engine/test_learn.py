@@ -220,6 +220,7 @@ def test_cross_entropy_weights_train_observations() -> None:
     assert trainer.forward_backward([row]).ce_loss < first.ce_loss
 
 
+@pytest.mark.long
 def test_supervised_training_learns_and_repeats() -> None:
     def run() -> list[float]:
         model = make_model()
@@ -232,6 +233,7 @@ def test_supervised_training_learns_and_repeats() -> None:
     assert losses == run()
 
 
+@pytest.mark.long
 def test_policy_training_beats_chance() -> None:
     """Answer with the token that the prompt names, out of eight; the reward is all it is told."""
     model = make_model(num_layers=1)

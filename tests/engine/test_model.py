@@ -64,6 +64,7 @@ def test_padding_on_the_right_changes_nothing() -> None:
     assert (short - long[:, :, :12]).abs().max() < 1e-5
 
 
+@pytest.mark.long
 def test_hand_written_backward_passes_are_exact() -> None:
     generator = torch.Generator().manual_seed(0)
 

@@ -99,6 +99,7 @@ def assert_same(ours: Rollout, theirs: Rollout) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "num_kv_heads": 1}])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_batched_play_equals_the_naive_loop(temperature: float, changes: dict[str, object]) -> None:
@@ -112,6 +113,7 @@ def test_batched_play_equals_the_naive_loop(temperature: float, changes: dict[st
         assert_same(rollout, naive(model, PROMPTS[i], i, params))
 
 
+@pytest.mark.long
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     model = ending_model()
     together = play(model, PROMPTS, range(30), PARAMS, answer)

@@ -99,6 +99,7 @@ async def test_answer_is_what_the_engine_samples(temperature: float) -> None:
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), len(ids))
 
 
+@pytest.mark.long
 async def test_many_at_once_get_the_same_as_alone() -> None:
     asked = [{"seed": seed, "temperature": 0.5 + 0.25 * (seed % 2)} for seed in range(10)]
     async with served() as client:
@@ -295,6 +296,7 @@ async def test_a_stopping_server_leaves_nobody_waiting() -> None:
     assert "stopping" in answer.json()["error"]["message"]
 
 
+@pytest.mark.long
 async def test_too_many_open_requests_are_told_to_come_back() -> None:
     async with served(max_waiting=1, num_slots=1) as client, asyncio.TaskGroup() as group:
         tasks = [

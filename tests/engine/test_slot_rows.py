@@ -75,6 +75,7 @@ def rolled(model: Model, groups: int, size: int, max_rows: int) -> tuple[list[Ro
     return found, computed
 
 
+@pytest.mark.long
 def test_shared_rows_say_what_rows_alone_would() -> None:
     model = make_model()
     together, computed = rolled(model, groups=3, size=8, max_rows=24)

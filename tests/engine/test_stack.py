@@ -84,6 +84,7 @@ def assert_same_bits(a: Script, b: Script) -> None:
     assert a.saved == b.saved
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize(
     "params", [PARAMS, SamplingParams(temperature=0.0, max_turn_tokens=5, max_total_tokens=33)]
@@ -176,6 +177,7 @@ def test_fault_of_a_job_is_its_end_and_nobody_elses(
     assert_same_bits(alone, beside)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("together", [False, True])
 def test_what_a_diverged_job_leaves_in_a_lane_does_not_reach_the_next(
     base: Path, script: Callable[..., Script], together: bool
@@ -226,6 +228,7 @@ def test_training_is_that_of_a_lone_trainer(base: Path, script: Callable[..., Sc
     assert float((trained - model.weights.flat).norm()) < 0.02 * float(moved)
 
 
+@pytest.mark.long
 def test_jobs_computed_together_agree_with_jobs_computed_one_by_one(
     base: Path, script: Callable[..., Script]
 ) -> None:
@@ -244,6 +247,7 @@ def test_jobs_computed_together_agree_with_jobs_computed_one_by_one(
         assert b.trained[0].loss.loss == pytest.approx(a.trained[0].loss.loss, abs=1e-4)
 
 
+@pytest.mark.long
 def test_jobs_wait_for_room_and_one_that_never_fits_is_told_what_to_change(
     base: Path, script: Callable[..., Script]
 ) -> None:
@@ -265,6 +269,7 @@ def test_jobs_wait_for_room_and_one_that_never_fits_is_told_what_to_change(
         stack(base, budget=shape.total_bytes(1, 0) - 1)
 
 
+@pytest.mark.long
 def test_memory_that_runs_out_in_a_step_costs_time_or_one_job(
     base: Path, script: Callable[..., Script], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +345,7 @@ def test_weights_that_are_only_played_need_no_training(
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "adapters"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_of_a_step_is_on_another_device(

@@ -19,6 +19,7 @@ MARKERS = [TURN_START, TURN_END, PAD, *GLUE, *WORDS]
 TEXTS = st.lists(st.one_of(st.sampled_from(MARKERS), st.text())).map("".join)
 
 
+@pytest.mark.long
 @settings(max_examples=300)
 @given(TEXTS)
 def test_any_text_round_trips_exactly(text: str) -> None:
@@ -27,6 +28,7 @@ def test_any_text_round_trips_exactly(text: str) -> None:
     assert CLOSED.decode(CLOSED.encode_markup(text)) == expected
 
 
+@pytest.mark.long
 @settings(max_examples=300)
 @given(TEXTS)
 def test_content_never_becomes_a_special_token(text: str) -> None:

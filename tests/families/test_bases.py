@@ -57,6 +57,7 @@ def quiet(entry: dict[str, Any]) -> None:
     json.dumps(entry)
 
 
+@pytest.mark.long
 def test_a_stopped_build_ends_in_the_same_model(tmp_path: Path) -> None:
     whole = BuildConfig(out=tmp_path / "whole", work=tmp_path / "w1")
     assert build(whole, TINY, quiet, SystemClock()) == "done"
@@ -92,6 +93,7 @@ def test_stacking_gives_the_same_model_up_to_rounding(tmp_path: Path) -> None:
     assert math.isclose(found[0]["loss"], found[1]["loss"], rel_tol=1e-3)
 
 
+@pytest.mark.long
 def test_a_rarely_practised_family_gets_no_noise(tmp_path: Path) -> None:
     config = BuildConfig(out=tmp_path / "out", work=tmp_path / "work")
     limited = TINY.model_copy(update={"shares": {"multi_hop": 0.2}})

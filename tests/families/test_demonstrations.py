@@ -95,6 +95,7 @@ def test_rates_scale_and_are_capped() -> None:
     assert max(getattr(ErrorRates.at(1000), name) for name in ErrorRates.__slots__) == 0.9
 
 
+@pytest.mark.long
 def test_a_corpus_does_not_depend_on_who_made_it() -> None:
     noise = {"ledger": 0.0, "triage": 1.0}
     alone = generate(noise, 2100, seed=3)

@@ -101,6 +101,7 @@ VALUES = st.one_of(
 )
 
 
+@pytest.mark.long
 @every_family
 @given(data=st.data())
 def test_no_call_raises_and_bad_calls_change_nothing(family: Family, data: st.DataObject) -> None:

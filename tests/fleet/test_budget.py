@@ -229,6 +229,7 @@ with RunStore(Path(sys.argv[1])) as store:
 """
 
 
+@pytest.mark.long
 def test_fifty_submitters_never_pass_the_cap(tmp_path: Path) -> None:
     """Two processes of 25 threads each; every moment is in the event log."""
     path = tmp_path / "run.db"

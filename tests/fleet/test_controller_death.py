@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from nestling.core.clock import SystemClock
 from nestling.fleet.process_tree import start_ticks
 from nestling.fleet.providers.local import LocalProvider, LocalWorkers
@@ -58,6 +60,7 @@ def start(folder: Path, session: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 async def test_killed_controller_is_resumed_until_all_is_done(tmp_path: Path, until) -> None:
     pids: set[int] = set()
     for number in range(2):

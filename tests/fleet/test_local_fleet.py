@@ -74,6 +74,7 @@ async def test_job_that_kills_its_workers_is_given_up(fleet) -> None:
         assert (await room.do("echo")).state == "done"
 
 
+@pytest.mark.long
 async def test_frozen_worker_is_replaced(fleet) -> None:
     async with fleet(lease_s=0.5) as room:
         record = await room.do("freeze", max_tries=1)
@@ -82,6 +83,7 @@ async def test_frozen_worker_is_replaced(fleet) -> None:
         assert (await room.do("echo")).state == "done"
 
 
+@pytest.mark.long
 async def test_stage_and_job_deadlines(fleet, tmp_path: Path) -> None:
     async with fleet() as room:
         stage = await room.do("stages")

@@ -68,6 +68,7 @@ def test_limits_of_a_container_count(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert available_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.5)
 
 
+@pytest.mark.long
 async def test_job_over_its_share_ends_with_its_own_reason(fleet, until) -> None:
     memory = MemoryLimits(worker_gib=0.25, least_free_gib=0.0, every_s=0.02)
     async with fleet(memory=memory) as room:
@@ -88,6 +89,7 @@ async def test_children_of_a_job_count_too(fleet) -> None:
         assert record.reason == OVER_SHARE
 
 
+@pytest.mark.long
 async def test_short_machine_holds_jobs_back_but_always_runs_one(
     fleet, until, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ def spec(tmp_path: Path, monkeypatch) -> SlotSpec:
     )
 
 
+@pytest.mark.long
 async def test_gateway_that_stands_still_is_ended_with_whoever_writes_to_it(tmp_path: Path) -> None:
     gateway = _Gateway(tmp_path, f"test/{os.getpid()}/ray-gateway")
     os.kill(gateway._process.pid, signal.SIGSTOP)

@@ -109,6 +109,7 @@ async def test_finished_jobs_teach_the_predictor_once(machine_room, tmp_path: Pa
             assert last.predicted_s == pytest.approx(3.0 * ratios[1])
 
 
+@pytest.mark.long
 async def test_same_work_is_done_once_also_after_a_restart(machine_room) -> None:
     async with machine_room() as (runner, _):
         async with asyncio.TaskGroup() as group:
@@ -127,6 +128,7 @@ async def test_same_work_is_done_once_also_after_a_restart(machine_room) -> None
     assert machine_room.done() == ["run"] * 4
 
 
+@pytest.mark.long
 async def test_job_that_kills_workers_is_an_outcome(machine_room) -> None:
     async with machine_room() as (runner, _):
         outcome = await runner.run(bundle("kill"), "ledger")
@@ -137,6 +139,7 @@ async def test_job_that_kills_workers_is_an_outcome(machine_room) -> None:
         assert report.problems[0].code == "probe.lost"
 
 
+@pytest.mark.long
 async def test_cancelled_wait_drops_the_job_unless_another_waits(machine_room, until) -> None:
     async with machine_room() as (runner, room):
         slow = asyncio.ensure_future(runner.run(bundle("slow"), "ledger"))
@@ -194,6 +197,7 @@ async def test_budget_refuses_with_a_message_and_keeps_the_cap(machine_room) -> 
         assert [problem.stage for problem in report.problems] == ["budget"]
 
 
+@pytest.mark.long
 async def test_replayed_submit_is_not_refused_by_a_cap_reached_meanwhile(machine_room) -> None:
     prices = {"cpu-core": Price(usd_per_hour=360.0, unit="core", source="test")}
 

@@ -75,6 +75,7 @@ def test_an_hour_of_waiting_takes_no_time_and_keeps_its_order() -> None:
     assert order == [("early", 60.0), ("late", 3600.0)]
 
 
+@pytest.mark.long
 def test_forty_jobs_on_sixteen_workers_with_exact_predictions() -> None:
     """Longest first is what the pool really does: it ends when that schedule ends."""
     for seed, groups in ((1, 1), (2, 5)):
@@ -89,6 +90,7 @@ def test_forty_jobs_on_sixteen_workers_with_exact_predictions() -> None:
         assert report.job_events == 120
 
 
+@pytest.mark.long
 def test_order_of_arrival_is_worse_than_longest_first() -> None:
     sizes = {"num_jobs": 40, "num_workers": 16, "seed": 3}
     blind = simulate(Simulation(**sizes, prediction_sigma=None))
@@ -141,6 +143,7 @@ def test_command_prints_one_json_object() -> None:
     assert (fields["lost"], fields["duplicated"]) == (0, 0)
 
 
+@pytest.mark.long
 def test_seeds_bracket_the_best_possible_schedule() -> None:
     report = simulate_seeds(Simulation(num_jobs=20, num_workers=8), 4)
     assert report.of_bound.mean <= report.of_best_found.mean <= 1.0

@@ -48,6 +48,7 @@ def test_any_text_is_one_call_or_none(pieces):
         assert "<tool_call>" not in text
 
 
+@pytest.mark.long
 @FEW
 @given(st.text(min_size=1, max_size=20), st.dictionaries(st.text(max_size=8), JSON, max_size=4))
 def test_a_rendered_call_is_read_back_or_refused(name, arguments):
@@ -64,6 +65,7 @@ def test_a_rendered_call_is_read_back_or_refused(name, arguments):
         assert isinstance(turn, MalformedCall)
 
 
+@pytest.mark.long
 @FEW
 @given(JSON)
 def test_any_json_is_a_reply_or_refused(value):

@@ -19,6 +19,7 @@ def ignore(step: StepRecord) -> None:
     """Steps are in the outcome as well."""
 
 
+@pytest.mark.long
 def test_job_learns_its_rubric_and_repeats_exactly(make_context: MakeContext) -> None:
     context = make_context()
     logged: list[StepRecord] = []
@@ -69,6 +70,7 @@ def test_job_without_signal_changes_nothing_and_its_uplift_is_exactly_zero(
     assert list(context.work_folder.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("reward", "reason", "words"),
     [

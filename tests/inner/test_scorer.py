@@ -91,6 +91,7 @@ def test_weights_of_another_base_are_refused(
         scorer.score(bases["nano"], base="micro", family=FAMILY, split="b", n=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "n"), [("no_such_family", 2)])
 def test_wrong_set_up_is_a_config_error(
     scorer: EmbeddedScorer, bases: dict[str, Path], family: str, n: int

@@ -106,6 +106,7 @@ def test_a_model_that_cannot_be_written_is_told_in_the_words_of_the_system(
         assert job.save(str(tmp_path / "elsewhere")).is_finite
 
 
+@pytest.mark.long
 def test_scorer_waits_for_a_stack_that_says_nothing_until_its_own_time_is_over(
     bases: dict[str, Path], secret_path: Path, tmp_path: Path
 ) -> None:

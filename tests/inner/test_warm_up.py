@@ -77,6 +77,7 @@ def run(make_context: Callable[..., InnerContext], bundle: Bundle):
     return run_job(bundle, FAMILY, make_context(bounds=BOUNDS), lambda step: None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", ["dev", "rows"])
 def test_a_warm_up_teaches_the_form_before_the_training(
     make_context: Callable[..., InnerContext], source: str
@@ -92,6 +93,7 @@ def test_a_warm_up_teaches_the_form_before_the_training(
     assert outcome.cpu_s > warmed.cpu_s
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("turns", "words"),
     [

@@ -178,6 +178,7 @@ def test_a_missing_workspace_is_the_callers_error(tmp_path):
         freeze(tmp_path / "nowhere")
 
 
+@pytest.mark.long
 @given(
     st.dictionaries(
         st.text(max_size=30) | st.sampled_from(["../x.py", "/etc/passwd", "environment/../x.py"]),

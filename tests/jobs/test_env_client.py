@@ -121,6 +121,7 @@ def test_a_job_works_end_to_end(start, make_job, cold):
     assert all(record.error is None for record in records)
 
 
+@pytest.mark.long
 def test_batches_larger_than_a_frame_are_split(start, make_job):
     env = start(make_job())
     starts = env.reset([k % 40 for k in range(600)])
@@ -164,6 +165,7 @@ def test_unknown_env_values_are_refused(start, make_job):
         start(make_job(), num_task=3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("reward", "code"),
     [
@@ -224,6 +226,7 @@ os.write(4, len(body).to_bytes(4, 'big') + body)
     assert caught.value.reason == "env.crashed"
 
 
+@pytest.mark.long
 def test_many_quick_answers_end_with_the_life_of_the_environment(start_with):
     slow = JailLimits(cpu_s=20, processes=12, load_s=20, call_s=2.0, life_s=4.0)
     env = start_with(reward="import time; time.sleep(0.3)", limits=slow)
@@ -250,6 +253,7 @@ def test_an_error_holds_no_control_characters(start_with):
     assert caught.value.detail.replace("\n", "").isprintable()
 
 
+@pytest.mark.long
 def test_a_nan_reward_is_an_error_of_its_rollout_only(start_with):
     env = start_with(reward="if trace.last_reply == 'x': return float('nan')")
     assert "finite" in str(play(env).error)

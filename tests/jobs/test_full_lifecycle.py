@@ -108,6 +108,7 @@ def script_of(host_row: Any, family: str, rng: random.Random) -> ScriptedTurns:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ALL)
 def test_every_familys_rollouts_are_those_of_the_full_lifecycle(family: str) -> None:
     rng = random.Random(11)
@@ -135,6 +136,7 @@ HOOKS = """
     @vf.reward(weight=0.8)"""
 
 
+@pytest.mark.long
 def test_hooks_stops_metrics_and_cut_rollouts_are_those_of_the_full_lifecycle(
     tmp_path, monkeypatch, ledger_tools, make_job, ledger_taskset_source
 ) -> None:

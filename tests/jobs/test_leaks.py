@@ -144,6 +144,7 @@ def test_dev_items_have_their_own_message(indexed):
     assert "example items of TASK.md" in leak_problems(index, rows, {})[0].expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["multi_hop", "dispatch"])
 def test_index_of_a_family_holds_dev_and_all_hidden_sets(name):
     secret = EvalSecret(bytes(32))
@@ -178,6 +179,7 @@ def test_any_text_can_be_scanned(indexed, text, content):
     assert index.search([row], files) == []
 
 
+@pytest.mark.long
 def test_lines_made_of_escaped_quotes_are_read_in_linear_time(indexed):
     files = {"data/x.txt": b'"' + b'\\"' * 100_000, "data/y.txt": b"\\'\"" * 60_000}
     began = time.process_time()

@@ -145,6 +145,7 @@ ENV_VALUES = (
 )
 
 
+@pytest.mark.long
 @given(
     base=st.sampled_from(SMALL.base_models),
     table=st.fixed_dictionaries({}, optional={key.name: _setting(key) for key in SMALL.keys}),

@@ -150,6 +150,7 @@ def test_unknown_family_is_the_callers_error(opener):
         probe(template_job("ledger"), "ledgre", env_opener=opener)
 
 
+@pytest.mark.long
 def test_an_environment_that_hangs_is_a_problem_not_a_hang(jail, zygote):
     limits = JailLimits(cpu_s=20, load_s=20, call_s=1.0)
     opener = JailedOpener(jail=jail, starter=zygote, limits=limits)

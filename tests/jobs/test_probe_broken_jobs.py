@@ -337,6 +337,7 @@ def opener(jail, zygote):
     return JailedOpener(jail=jail, starter=zygote)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("job", BROKEN, ids=lambda job: job.name)
 def test_each_broken_job_has_its_own_line(job, opener):
     options = ProbeOptions(caps=Caps(cpu_s=job.cap_cpu_s))

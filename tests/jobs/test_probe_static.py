@@ -92,6 +92,7 @@ def test_source_made_to_exhaust_the_parser_is_refused(source):
     assert problem.code in ("static.too_complex", "static.syntax")
 
 
+@pytest.mark.long
 @given(st.text(max_size=200) | st.binary(max_size=200).map(lambda data: data.decode("latin-1")))
 @settings(max_examples=300, deadline=None)
 def test_any_text_is_read_without_an_exception(source):

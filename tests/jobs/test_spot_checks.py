@@ -99,6 +99,7 @@ def test_an_honest_job_sees_and_gives_the_same_with_and_without_checks(opened):
         assert train(env, 3) == plain
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("files", "reason", "words"),
     [

@@ -168,6 +168,7 @@ async def reference(task: Any, script: tuple[list[CallRequest], FinalRequest], a
     return trace
 
 
+@pytest.mark.long
 def test_rewards_and_metrics_equal_the_turn_by_turn_path(load, host_of):
     taskset = load()
     host = host_of(taskset)

@@ -37,6 +37,7 @@ async def sessions(learner, handle, names, delay=lambda name: 0.0):
     return {name: task.result() for name, task in running.items()}
 
 
+@pytest.mark.long
 async def test_tokens_do_not_depend_on_arrival_or_company(embedded):
     learner = embedded()
     handle = await learner.publish()
@@ -54,6 +55,7 @@ async def test_tokens_do_not_depend_on_arrival_or_company(embedded):
         assert together[name][1] == pytest.approx(alone[name][1], abs=1e-4)
 
 
+@pytest.mark.long
 async def test_lockstep_is_equal_bit_for_bit(embedded):
     learner = embedded(lockstep=True)
     names = [f"s{i}" for i in range(6)]
@@ -243,6 +245,7 @@ async def test_damaged_state_is_refused(embedded, tmp_path):
         await learner.save("../a")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora_rank", [0, 4])
 async def test_old_states_keep_weights_but_not_the_optimiser(embedded, lora_rank):
     learner = embedded(lora_rank=lora_rank)

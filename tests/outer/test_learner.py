@@ -61,6 +61,7 @@ async def test_sampling_repeats(new_learner):
     assert all(value <= 0 for value in first.logprobs)
 
 
+@pytest.mark.long
 async def test_turn_ends_by_itself_or_at_the_limit(new_learner):
     learner = new_learner()
     handle = await learner.publish()
@@ -71,6 +72,7 @@ async def test_turn_ends_by_itself_or_at_the_limit(new_learner):
     assert len(ends) <= 1
 
 
+@pytest.mark.long
 async def test_published_policy_never_changes(new_learner):
     learner = new_learner()
     old = await learner.publish()
@@ -110,6 +112,7 @@ async def test_update_makes_good_tokens_likelier(new_learner):
     assert stats.kl_sampler < -0.01
 
 
+@pytest.mark.long
 async def test_saved_state_gives_the_same_numbers_again(new_learner):
     learner = new_learner()
     await update(learner)

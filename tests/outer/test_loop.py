@@ -49,6 +49,7 @@ def finished(store):
     return sorted(one.id for one in store.episodes.all(state="finished"))
 
 
+@pytest.mark.long
 async def test_reward_rises_above_chance(table_learner, game_player, store):
     learner = table_learner()
     reports = []

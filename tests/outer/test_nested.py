@@ -77,6 +77,7 @@ async def run(settings, learner, player, store, **hooks):
         )
 
 
+@pytest.mark.long
 async def test_agent_learns_the_game(embedded, make_result, store, tokenizer):
     learner = embedded(num_sessions=32)
     reports = []
@@ -106,6 +107,7 @@ async def cut_after(number, settings, learner, player, store):
             await tasks[0]
 
 
+@pytest.mark.long
 async def test_resumed_run_has_the_same_weights_bit_for_bit(
     embedded, make_result, tmp_path, tokenizer
 ):

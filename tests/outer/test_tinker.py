@@ -94,6 +94,7 @@ async def test_only_temperature_one(tinker):
         await learner.forward_backward(await rows(learner), LossSpec(temperature=0.7))
 
 
+@pytest.mark.long
 async def test_resume_in_a_new_process_and_retention(tinker, tmp_path):
     first = tinker(keep_states=2)
     for number in range(4):
@@ -123,6 +124,7 @@ async def test_settings_of_another_run_are_refused(tinker):
         await tinker(lora_rank=16).load("one")
 
 
+@pytest.mark.long
 async def test_expired_checkpoint_says_so(tinker):
     learner = tinker()
     await step(learner)

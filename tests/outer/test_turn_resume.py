@@ -97,6 +97,7 @@ async def cut_run(small, folder, settings, turns):
         learner.close()
 
 
+@pytest.mark.long
 async def test_cut_in_the_middle_of_episodes_ends_the_same(small, tmp_path):
     """Cancelled between turns, and moved to another folder each time."""
     changes = {"steps": 2, "group_size": 2}
@@ -146,6 +147,7 @@ async def cut_after_first_step(small, folder):
     return settings
 
 
+@pytest.mark.long
 async def test_episode_keeps_the_version_it_began_with(small, tmp_path):
     """Weights have moved on; those that began the episode are opened again for its other turns."""
     folder = tmp_path / "run"
@@ -169,6 +171,7 @@ async def test_episode_keeps_the_version_it_began_with(small, tmp_path):
     assert reports[0].staleness_max == 1
 
 
+@pytest.mark.long
 async def test_episode_restarts_when_its_version_is_gone(small, tmp_path, caplog):
     folder = tmp_path / "run"
     settings = await cut_after_first_step(small, folder)

@@ -12,6 +12,7 @@ from nestling.report.gather import gather
 from .conftest import measure_only, play_run
 
 
+@pytest.mark.long
 async def test_jobs_of_the_last_steps_and_of_an_arm(tmp_path: Path) -> None:
     await play_run(tmp_path, steps=3, planned=3, text="", measured=True)
     rows = {row.id: row for row in gather(tmp_path).episodes}

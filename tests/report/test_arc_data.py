@@ -50,6 +50,7 @@ def test_an_export_and_its_run_are_compared_as_equals(run_folder, exported):
     assert [one.difference.mean for one in differences] == [0.0, 0.0]
 
 
+@pytest.mark.long
 def test_hostile_text_survives(make_run, hostile, tmp_path):
     run = make_run(tmp_path / "run", steps=1, text=hostile)
     write_arc_data(read_records(run), tmp_path / "data")

@@ -224,6 +224,7 @@ def test_a_run_with_other_held_out_families_has_its_row(full, run_folder):
     assert set(rows["string_pipeline held out"][2:]) == {"not yet run"}
 
 
+@pytest.mark.long
 def test_redrawing_changes_nothing(empty):
     before = {path: path.read_bytes() for path in empty.rglob("*") if path.is_file()}
     redraw(empty)
@@ -240,6 +241,7 @@ def test_a_folder_without_a_plan_is_refused(tmp_path):
         redraw(tmp_path)
 
 
+@pytest.mark.long
 def test_damaged_data_is_named(empty, tmp_path):
     folder = tmp_path / "results"
     shutil.copytree(empty, folder)

@@ -28,6 +28,7 @@ from nestling.store import GroupCommit, RunStore
 from .conftest import IMAGE, fleet_config, open_pods, simulated, until
 
 
+@pytest.mark.long
 async def test_a_worker_may_say_a_lot_at_once(pods) -> None:
     """Several messages that each need an upload, and many that together are above one body."""
     sizes = [600_000] * 3 + [500_000] * 12
@@ -87,6 +88,7 @@ async def test_one_look_that_is_refused_leaves_the_others_their_watch(tmp_path: 
         assert records.get("nestling-1-b").state == "ending"  # seen all the same
 
 
+@pytest.mark.long
 async def test_an_api_that_stands_still_does_not_hold_the_end_of_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

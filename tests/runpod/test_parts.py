@@ -202,6 +202,7 @@ async def test_a_create_that_takes_too_long_is_uncertain(api) -> None:
         await client.create_pod(REQUEST, limit_s=0.05)
 
 
+@pytest.mark.long
 async def test_429_is_waited_out_also_for_creates(api) -> None:
     """Nothing was done, so a create may be repeated; after as long as the answer says."""
     client, app = await api(per_minute=1)

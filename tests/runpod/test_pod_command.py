@@ -69,6 +69,7 @@ def test_pod_without_the_worker_ends_itself(install: list[str], tmp_path: Path) 
             server.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "install"),
     [
@@ -94,6 +95,7 @@ async def test_simulated_pod_that_cannot_start_ends_itself_without_a_controller(
         assert pod.num_starts == 1
 
 
+@pytest.mark.long
 def test_pod_with_the_worker_starts_it(tmp_path: Path) -> None:
     """It has been told nothing and has no account to ask, so it says that and exits."""
     done = subprocess.run(

@@ -19,6 +19,7 @@ from nestling.fleet.pods.wire import PIECE_BYTES, Refusal
 from .conftest import API_KEY, EVAL_SECRET, free_port, open_pods, simulated, until
 
 
+@pytest.mark.long
 async def test_jobs_and_what_travels_with_them(pods, tmp_path: Path) -> None:
     """One warm pod: bundles in pieces, large results, wipes, secrets, a clean environment."""
     async with pods(fleet={"workers": 1}) as room:
@@ -74,6 +75,7 @@ async def _strangers_are_kept_out(room, shown: dict, boot_text: str) -> None:
             assert (await plain.get(boot.address + path)).status_code == 401
 
 
+@pytest.mark.long
 async def test_drifted_software_is_refused_and_ends_the_run(pods) -> None:
     with pytest.raises(ExceptionGroup) as caught:
         async with pods(fleet={"workers": 1, "pins": {"verifiers": "9.9.9"}}) as room:
@@ -105,6 +107,7 @@ async def test_the_next_controller_takes_the_warm_pods_over(pods, tmp_path: Path
         await until(lambda: simulator.app.account.live_pods() == [])
 
 
+@pytest.mark.long
 async def test_pods_without_a_controller_end_themselves(tmp_path: Path) -> None:
     async with simulated(tmp_path) as simulator:
         settings = {"simulator": simulator, "workers": 1, "lost_controller_s": 1.0}
@@ -129,6 +132,7 @@ async def test_workers_that_cannot_start_end_the_run_with_their_words(pods) -> N
     assert room.account.live_pods() == []
 
 
+@pytest.mark.long
 async def test_strays_and_half_made_pods_of_a_dead_controller_are_ended(pods) -> None:
     async with pods(fleet={"workers": 1}) as room:
         prefix = room.provider.keeper._prefix

@@ -86,6 +86,7 @@ with Account(Path(sys.argv[1])) as account:
 """
 
 
+@pytest.mark.long
 def test_many_processes_may_make_the_file_at_the_same_moment(tmp_path: Path) -> None:
     path = tmp_path / "account.db"
     processes = [

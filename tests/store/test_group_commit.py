@@ -56,6 +56,7 @@ def test_closed_writer_refuses(tmp_path: Path) -> None:
             writer.submit(lambda: None)
 
 
+@pytest.mark.long
 def test_rate_of_durable_state_changes(tmp_path: Path, record_property) -> None:
     """Reports queue changes a second (enqueue, claim, complete), each with its event, on disk."""
     num_jobs, num_threads = 1200, 8
