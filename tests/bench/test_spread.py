@@ -7,6 +7,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 
 def ended(body: str) -> subprocess.CompletedProcess[str]:
     script = """
