@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from nestling.agent.agent_tokenizer import train_tokenizer
@@ -212,8 +211,8 @@ def _fresh_model(plan: WarmStartPlan, tokenizer: Tokenizer, device: str) -> Mode
 def _adapted_model(plan: WarmStartPlan, folder: Path, device: str) -> Model:
     model = load_model(folder, device)
     lora = LoraConfig(rank=plan.lora_rank, alpha=2.0 * plan.lora_rank)
-    source = torch.Generator().manual_seed(derive_seed(plan.seed, "agent", "adapter"))
-    model.lora = LoraWeights.init(model.config, lora, generator=source, device=device)
+    seed = derive_seed(plan.seed, "agent", "adapter")
+    model.lora = LoraWeights.seeded(model.config, lora, seed, device)
     return model
 
 

@@ -111,6 +111,14 @@ class LoraWeights:
             span.uniform_(-bound, bound, generator=source)
         return cls(config, lora, flat.to(device))
 
+    @classmethod
+    def seeded(
+        cls, config: ModelConfig, lora: LoraConfig, seed: int, device: str | torch.device = "cpu"
+    ) -> LoraWeights:
+        """`init` of one job with a generator of its own, for callers that know no torch."""
+        source = torch.Generator().manual_seed(seed)
+        return cls.init(config, lora, generator=source, device=device)
+
     def views(self, flat: Tensor | None = None) -> dict[str, Tensor]:
         """Matrices by PEFT name (`...q_proj.lora_A.weight` [J, r, in], `lora_B` [J, out, r])."""
         source, rank, found = self.flat if flat is None else flat, self.lora.rank, {}
