@@ -21,6 +21,8 @@ from nestling.jobs.jail import Jail
 from nestling.jobs.probe import ProbeReport, probe
 from nestling.jobs.probe_env import JailedOpener
 
+pytestmark = pytest.mark.long
+
 
 async def _play(index: int, runner: PaperRunner) -> EpisodeResult:
     task = EpisodeTask(

@@ -31,6 +31,8 @@ from nestling.families.registry import get
 
 from .scripted_endpoint import Answer, Endpoint, call, endpoint, said
 
+pytestmark = pytest.mark.long
+
 PROMPT = AgentPrompt(system="s", user="u", tool_schemas=TOOL_SCHEMAS, style="full", family="ledger")
 DONE = said("I am done.")
 
@@ -193,7 +195,6 @@ async def test_nobody_listening_is_a_fault(runner) -> None:
     assert "ConnectError" in result.detail
 
 
-@pytest.mark.long
 async def test_retry_after_is_honoured() -> None:
     now = 1_000_000.0
 
@@ -344,7 +345,6 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(value=JSON, as_message=st.booleans())
 def test_any_reply_is_a_turn(value: Any, as_message: bool) -> None:

@@ -21,6 +21,8 @@ from nestling.fleet.budget import Budget, Caps, Price
 from nestling.store import RunStore
 from nestling.store.account import Account
 
+pytestmark = pytest.mark.long
+
 NUM_PROCESSES, NUM_THREADS = 5, 10
 
 _SUBMIT = """

@@ -11,6 +11,8 @@ from nestling.dash.app import COOKIE, DashApp
 from nestling.dash.live_run import LiveRun
 from nestling.report.gather import gather
 
+pytestmark = pytest.mark.long
+
 VIEWS = ("", "/steps", "/steps/1", "/episodes", "/fleet", "/held-out", "/alerts")
 LOCAL = ["127.0.0.1"]
 
@@ -202,7 +204,6 @@ async def test_damaged_run_is_named_and_the_others_stay(runs, tmp_path):
         assert "is damaged" in broken.text
 
 
-@pytest.mark.long
 def test_second_look_reads_only_news_and_sees_the_same(make_run, tmp_path):
     folder = make_run(tmp_path / "run", steps=1, planned=3, measured=False)
     live = LiveRun("run", folder, SystemClock())

@@ -28,6 +28,8 @@ from nestling.engine.tokenizer import Tokenizer
 
 from .conftest import TOKENIZER, make_model
 
+pytestmark = pytest.mark.long
+
 MESSAGES = [{"role": "system", "content": "ann"}, {"role": "user", "content": "bob 12"}]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 LONG = {"seed": 4, "temperature": 0.9, "max_tokens": 220}
@@ -99,7 +101,6 @@ async def test_answer_is_what_the_engine_samples(temperature: float) -> None:
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), len(ids))
 
 
-@pytest.mark.long
 async def test_many_at_once_get_the_same_as_alone() -> None:
     asked = [{"seed": seed, "temperature": 0.5 + 0.25 * (seed % 2)} for seed in range(10)]
     async with served() as client:
@@ -296,7 +297,6 @@ async def test_a_stopping_server_leaves_nobody_waiting() -> None:
     assert "stopping" in answer.json()["error"]["message"]
 
 
-@pytest.mark.long
 async def test_too_many_open_requests_are_told_to_come_back() -> None:
     async with served(max_waiting=1, num_slots=1) as client, asyncio.TaskGroup() as group:
         tasks = [

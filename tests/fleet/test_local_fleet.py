@@ -19,6 +19,8 @@ from nestling.fleet.providers.local import LocalProvider, LocalWorkers
 from nestling.store import GroupCommit, RunStore
 from nestling.store.jobs import NewJob
 
+pytestmark = pytest.mark.long
+
 
 async def test_twenty_jobs_on_two_workers_each_once(fleet) -> None:
     async with fleet(size=2) as room:
@@ -74,7 +76,6 @@ async def test_job_that_kills_its_workers_is_given_up(fleet) -> None:
         assert (await room.do("echo")).state == "done"
 
 
-@pytest.mark.long
 async def test_frozen_worker_is_replaced(fleet) -> None:
     async with fleet(lease_s=0.5) as room:
         record = await room.do("freeze", max_tries=1)
@@ -83,7 +84,6 @@ async def test_frozen_worker_is_replaced(fleet) -> None:
         assert (await room.do("echo")).state == "done"
 
 
-@pytest.mark.long
 async def test_stage_and_job_deadlines(fleet, tmp_path: Path) -> None:
     async with fleet() as room:
         stage = await room.do("stages")

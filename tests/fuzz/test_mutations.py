@@ -39,6 +39,8 @@ from nestling.jobs.probe_static import static_problems
 from nestling.jobs.rollout_env import Row
 from nestling.jobs.template import template_files, template_job
 
+pytestmark = pytest.mark.long
+
 FAST, SLOW = 250, 12_000
 SLOW_COUNTS = {"configs": 1_000, "checkpoints": 6_000, "bundles": 6_000, "worlds": 6_000}
 """Targets that take milliseconds an input."""

@@ -21,6 +21,8 @@ from nestling.inner.trainers.prime_rl_faults import failure
 
 from .conftest import FAMILY, job
 
+pytestmark = pytest.mark.long
+
 MakeContext = Callable[..., InnerContext]
 
 

@@ -30,6 +30,8 @@ from nestling.jobs.jail import Jail, JailLimits
 
 from .conftest import FAMILY, job
 
+pytestmark = pytest.mark.long
+
 CONFIG = StackConfig(max_jobs=3, rows_per_job=12, max_len=512)
 
 
@@ -75,7 +77,6 @@ def numbers(result: TrainResult) -> tuple[object, ...]:
     return steps, result.base_hash, result.final_hash, result.delta_norm
 
 
-@pytest.mark.long
 def test_jobs_in_one_stack_get_what_each_gets_alone(train: Callable[..., TrainResult]) -> None:
     one = job(max_steps=3, batch_size=16)
     others = [

@@ -22,6 +22,8 @@ from nestling.outer.learners.tinker_faults import PauseWatch, TinkerFaultError, 
 from nestling.outer.learners.tinker_prices import Prices, Usage, read_prices
 from nestling.outer.learners.tinker_service import TinkerService, read_key
 
+pytestmark = pytest.mark.long
+
 PROMPT = [1, 2, 3]
 PRICES = Prices(prefill=1.0, cached_prefill=0.2, sample=4.0, train=3.0)
 KEY = "tml-very-secret"
@@ -94,7 +96,6 @@ async def test_only_temperature_one(tinker):
         await learner.forward_backward(await rows(learner), LossSpec(temperature=0.7))
 
 
-@pytest.mark.long
 async def test_resume_in_a_new_process_and_retention(tinker, tmp_path):
     first = tinker(keep_states=2)
     for number in range(4):
@@ -124,7 +125,6 @@ async def test_settings_of_another_run_are_refused(tinker):
         await tinker(lora_rank=16).load("one")
 
 
-@pytest.mark.long
 async def test_expired_checkpoint_says_so(tinker):
     learner = tinker()
     await step(learner)

@@ -37,6 +37,8 @@ from nestling.jobs.rollout_env import CallRequest, FinalRequest, RolloutStart, S
 from nestling.jobs.rollouts import play_env
 from nestling.jobs.verifiers_host import VerifiersHost
 
+pytestmark = pytest.mark.long
+
 N = 8
 
 
@@ -199,7 +201,6 @@ def scored(serving: Serving, base: Path, folder: Path, bell: Bell) -> list[float
     return [score.reward for score in scores]
 
 
-@pytest.mark.long
 def test_base_and_adapter_are_served_by_one_server_under_two_names(
     vllm: Path, base: Path, tmp_path: Path
 ) -> None:
@@ -224,7 +225,6 @@ def test_base_and_adapter_are_served_by_one_server_under_two_names(
     assert seeds(asked[: 2 * N]) == seeds(asked[2 * N :])
 
 
-@pytest.mark.long
 def test_whole_model_is_served_from_a_checked_copy(vllm: Path, base: Path, tmp_path: Path) -> None:
     serving = Serving(
         OpenAiConfig(program=str(vllm), arguments=("--gpu-memory-utilization", "0.5"))
@@ -239,7 +239,6 @@ def test_whole_model_is_served_from_a_checked_copy(vllm: Path, base: Path, tmp_p
     assert {one.pid for one in psutil.Process().children(recursive=True)} <= before
 
 
-@pytest.mark.long
 def test_adapter_of_other_weights_is_not_served(vllm: Path, base: Path, tmp_path: Path) -> None:
     folder = trained(base, tmp_path / "model", adapter=True)
     other = LoraWeights.init(load_model(base).config, LoraConfig(rank=2))

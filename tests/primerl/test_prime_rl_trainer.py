@@ -24,6 +24,8 @@ from nestling.jobs.outcome import StepRecord
 
 from .standin_rl import SLEEPER
 
+pytestmark = pytest.mark.long
+
 Trainers = Callable[..., PrimeRlTrainer]
 Requests = Callable[..., TrainRequest]
 
@@ -191,7 +193,6 @@ def test_error_of_the_step_log_ends_the_run(make_trainer: Trainers, make_request
     assert {one.pid for one in psutil.Process().children(recursive=True)} <= before
 
 
-@pytest.mark.long
 def test_what_an_earlier_run_left_is_no_hindrance(
     make_trainer: Trainers, make_request: Requests
 ) -> None:

@@ -10,6 +10,8 @@ from nestling.report.compare_page import write_comparison
 from nestling.report.gather import gather
 from nestling.report.page import write_report
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def two(make_run, tmp_path_factory):
@@ -62,7 +64,6 @@ def test_settings_that_differ_are_listed(two):
     assert "outer.seed" not in rows
 
 
-@pytest.mark.long
 def test_page_stands_alone_and_its_tables_hold_the_numbers(two, tmp_path):
     page = write_comparison(two, tmp_path / "out" / "index.html", png=True)
     source = page.read_text("utf-8")
@@ -84,7 +85,6 @@ def test_page_stands_alone_and_its_tables_hold_the_numbers(two, tmp_path):
     assert (again.parent / "figures" / "compare_reward.png").read_bytes() == png
 
 
-@pytest.mark.long
 def test_report_writes_png_when_asked(two, tmp_path):
     page = write_report(two[0], tmp_path / "page.html", png=True)
     figures = page.parent / "figures"

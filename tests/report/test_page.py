@@ -13,6 +13,8 @@ from nestling.report.shown import duration, number, usd, visible
 from nestling.report.table import Table
 from nestling.store import RunStore
 
+pytestmark = pytest.mark.long
+
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 
@@ -138,7 +140,6 @@ def test_files_beside_the_page(hostile_page):
     ]
 
 
-@pytest.mark.long
 def test_same_run_gives_the_same_page(hostile_page, tmp_path):
     run = hostile_page.parent.parent
     again = write_report(run, tmp_path / "elsewhere" / "page.html")
@@ -146,7 +147,6 @@ def test_same_run_gives_the_same_page(hostile_page, tmp_path):
     assert again.read_bytes() == hostile_page.read_bytes()
 
 
-@pytest.mark.long
 def test_unfinished_run_says_so(make_run, tmp_path):
     folder = make_run(tmp_path / "cut", steps=1, planned=5, measured=False)
     source = write_report(folder).read_text(encoding="utf-8")

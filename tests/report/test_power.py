@@ -7,6 +7,8 @@ import pytest
 from nestling.report.gather import gather
 from nestling.report.power import power_rows
 
+pytestmark = pytest.mark.long
+
 Z = 1.959964 + 0.841621
 
 

@@ -20,6 +20,8 @@ from nestling.report.published import redraw
 from nestling.report.published.plan import read_plan
 from nestling.report.published.quantities import QUANTITIES, Evidence
 
+pytestmark = pytest.mark.long
+
 RESULTS = Path(__file__).parents[2] / "results"
 KEPT = ("arc/arcs.toml", "pilots", "quick", "laptop", "bench", "agents", "calibration")
 
@@ -80,7 +82,6 @@ def test_without_data_nothing_is_claimed(empty):
     assert not (empty / "summary.json").exists()
 
 
-@pytest.mark.long
 def test_every_link_of_the_page_leads_to_a_file(empty, full):
     for folder in (empty, full):
         text = (folder / "README.md").read_text("utf-8")
@@ -92,7 +93,6 @@ def test_every_link_of_the_page_leads_to_a_file(empty, full):
         assert missing == []
 
 
-@pytest.mark.long
 def test_an_arc_is_shown_with_n_and_intervals(full, run_folder):
     data = gather(run_folder)
     rows = rows_of(full / "README.md", "The published arc and ours")
@@ -157,7 +157,6 @@ def test_planned_recipes_are_those_that_were_preregistered():
     assert len(set(seeds)) == 3
 
 
-@pytest.mark.long
 def test_the_sealed_set_is_shown_beside_what_pays(empty, run_folder, tmp_path):
     folder = tmp_path / "results"
     shutil.copytree(empty, folder)
@@ -197,7 +196,6 @@ def test_the_sealed_set_is_shown_beside_what_pays(empty, run_folder, tmp_path):
         redraw(folder)
 
 
-@pytest.mark.long
 def test_figures_and_tables_of_an_arc_are_written(full, run_folder):
     folder = full / "arc" / "main"
     for name in ("reward", "decomposition", "bases_by_family", "exploration", "held_out"):
@@ -216,7 +214,6 @@ def test_figures_and_tables_of_an_arc_are_written(full, run_folder):
     assert "- main arc, one GPU" not in text
 
 
-@pytest.mark.long
 def test_a_run_with_other_held_out_families_has_its_row(full, run_folder):
     gain = gather(run_folder).headline.held_out_gain
     rows = rows_of(full / "README.md", "Other held-out families, another agent")
@@ -224,7 +221,6 @@ def test_a_run_with_other_held_out_families_has_its_row(full, run_folder):
     assert set(rows["string_pipeline held out"][2:]) == {"not yet run"}
 
 
-@pytest.mark.long
 def test_redrawing_changes_nothing(empty):
     before = {path: path.read_bytes() for path in empty.rglob("*") if path.is_file()}
     redraw(empty)
@@ -241,7 +237,6 @@ def test_a_folder_without_a_plan_is_refused(tmp_path):
         redraw(tmp_path)
 
 
-@pytest.mark.long
 def test_damaged_data_is_named(empty, tmp_path):
     folder = tmp_path / "results"
     shutil.copytree(empty, folder)
