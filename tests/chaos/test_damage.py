@@ -21,7 +21,7 @@ from nestling.fleet.queue import JobQueue
 from nestling.store import RunStore
 from nestling.store.jobs import NewJob
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.long]
 
 NUM_JOBS = 60
 PRICES = {"box": Price(usd_per_hour=3600.0, unit="one box", source="test")}

@@ -6,6 +6,8 @@ from nestling.cli.main import _COMMANDS
 
 from .conftest import Run
 
+pytestmark = pytest.mark.long
+
 HEAVY = ("torch", "verifiers", "numpy", "scipy", "matplotlib")
 PROBE = f"""
 import sys

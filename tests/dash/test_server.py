@@ -10,6 +10,8 @@ from nestling.core.errors import ConfigError
 from nestling.dash.server import DashConfig, listening
 from nestling.store import RunStore
 
+pytestmark = pytest.mark.long
+
 ANY_PORT = DashConfig(port=0)
 
 
@@ -101,7 +103,6 @@ async def test_mistakes_are_said(runs, tmp_path):
                 pass
 
 
-@pytest.mark.long
 def test_command_serves_until_it_is_interrupted(runs):
     command = [sys.executable, "-m", "nestling", "dash", str(runs), "--port", "0"]
     with subprocess.Popen(

@@ -20,6 +20,8 @@ from nestling.families.scaffold import new_family_files, write_new_family
 from nestling.families.splits import EvalSecret, dev_items, hidden_items
 from nestling.families.vocabulary import strings
 
+pytestmark = pytest.mark.long
+
 Install = Callable[..., Path]
 
 

@@ -15,6 +15,8 @@ from nestling.engine.chat import FinalAnswer, MalformedCall, ToolCall, parse_tur
 from nestling.jobs import env_protocol as wire
 from nestling.jobs.manifest import parse_manifest, render_manifest
 
+pytestmark = pytest.mark.long
+
 LEAF = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 JSON = st.recursive(
     LEAF, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
@@ -48,7 +50,6 @@ def test_any_text_is_one_call_or_none(pieces):
         assert "<tool_call>" not in text
 
 
-@pytest.mark.long
 @FEW
 @given(st.text(min_size=1, max_size=20), st.dictionaries(st.text(max_size=8), JSON, max_size=4))
 def test_a_rendered_call_is_read_back_or_refused(name, arguments):
@@ -65,7 +66,6 @@ def test_a_rendered_call_is_read_back_or_refused(name, arguments):
         assert isinstance(turn, MalformedCall)
 
 
-@pytest.mark.long
 @FEW
 @given(JSON)
 def test_any_json_is_a_reply_or_refused(value):
