@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from nestling.engine.config import ModelConfig
 from nestling.engine.cpu_cache import CpuCache
@@ -106,24 +105,15 @@ class CpuDecoder:
         scores = self._step.decode(given[0], given[1], width)
         if len(row) != len(scores) or np.any(row != np.arange(len(row))):
             scores = scores.index_select(0, torch.from_numpy(row))
-        drawn, logp = self._draw(scores, torch.from_numpy(self._uniforms[live, position[live] + 1]))
+        drawn, logp = sample_tokens(
+            scores,
+            torch.full((len(live), 1), self._temperature),
+            torch.from_numpy(self._uniforms[live, position[live] + 1]),
+            any_greedy=self._temperature == 0,
+        )
         tokens, values = np.zeros(len(token), np.int64), np.zeros(len(token), np.float32)
         tokens[live], values[live] = drawn.numpy(), logp.numpy()
         return tokens, values
-
-    @torch.inference_mode()
-    def _draw(self, scores: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """As `sample_tokens` at one temperature; scores are used up."""
-        if self._temperature == 0:
-            return sample_tokens(scores, scores.new_zeros(1, 1), uniform, any_greedy=True)
-        if self._temperature != 1:
-            scores /= self._temperature
-        scores -= scores.amax(-1, keepdim=True)
-        cumulative = scores.exp().cumsum(-1)  # over the probability of the likeliest token
-        total = cumulative[:, -1:]
-        token = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
-        token.clamp_(max=scores.shape[1] - 1)
-        return token[:, 0], (scores.gather(1, token) - total.log())[:, 0]
 
     def _place(self, slots: npt.NDArray[np.int64]) -> None:
         fresh = self._rows.place(slots)

@@ -46,13 +46,15 @@ def sample_tokens(
     its log-probability is the one at temperature 1.
     """
     scale = torch.where(temperature_R1 > 0, temperature_R1, 1.0) if any_greedy else temperature_R1
-    logp = torch.log_softmax(logits_RV.float() / scale, -1)
-    cumulative = logp.exp().cumsum(-1)
-    drawn = uniform_R[:, None] * cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, drawn, right=True).clamp_(max=logp.shape[-1] - 1)
+    scores = logits_RV.float() / scale
+    scores = scores - scores.amax(-1, keepdim=True)
+    cumulative = scores.exp().cumsum(-1)  # over the probability of the likeliest token
+    total = cumulative[:, -1:]
+    token = torch.searchsorted(cumulative, uniform_R[:, None] * total, right=True)
+    token.clamp_(max=scores.shape[-1] - 1)
     if any_greedy:
-        token = torch.where(temperature_R1 > 0, token, logp.argmax(-1, keepdim=True))
-    return token[:, 0], logp.gather(-1, token)[:, 0]
+        token = torch.where(temperature_R1 > 0, token, scores.argmax(-1, keepdim=True))
+    return token[:, 0], (scores.gather(-1, token) - total.log())[:, 0]
 
 
 class Decoder:

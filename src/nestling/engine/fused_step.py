@@ -19,6 +19,7 @@ from nestling.engine.weights import layout
 __all__ = ["FusedStep", "RowBuffers"]
 
 _WIDEST_EXACT = 256
+"""Hidden sizes above this leave exact float32 products to the library."""
 _FULL = 132
 """Programs that fill the GPU once: the multiprocessors of an H100 or H200."""
 
@@ -103,12 +104,12 @@ class FusedStep:
             name = f"layers.{i}."
             self._project(self._x, self._qkv, name + "qkv", first, lanes, norm=name + "attn_norm")
             self._attend(i, first, count)
-            self._project(self._y, self._x, name + "attn_out", first, lanes, kind=kernels.ADD)
+            self._project(self._y, self._x, name + "attn_out", first, lanes, added=True)
             self._project(
                 self._x, self._gated, name + "gate_up", first, lanes,
-                norm=name + "mlp_norm", kind=kernels.GATE,
+                norm=name + "mlp_norm", gated=True,
             )  # fmt: skip
-            self._project(self._gated, self._x, name + "down", first, lanes, kind=kernels.ADD)
+            self._project(self._gated, self._x, name + "down", first, lanes, added=True)
         self._head(first, lanes)
         kernels.sample[(count,)](
             self._logits, self._peak, self._mass, rows.temperature, rows.uniforms, rows.ids,
@@ -126,15 +127,15 @@ class FusedStep:
         lanes: int,
         *,
         norm: str = "",
-        kind: int = 0,
+        gated: bool = False,
+        added: bool = False,
     ) -> None:
         S, IN, OUT = self._num_rows, source.shape[1], target.shape[1]
-        halves = 2 if kind == self._kernels.GATE else 1
-        tile = self._tile(IN, halves * OUT, lanes)
+        tile = self._tile(IN, 2 * OUT if gated else OUT, lanes)
         self._kernels.project[(-(-OUT // tile.outputs), -(-S // tile.rows), lanes)](
             source, self._flat, target, self._rows.state[1], first, self._config.rms_eps,
             self._at[weight], self._at.get(norm, 0),
-            S=S, P=self._flat.shape[1], IN=IN, OUT=OUT, NORMED=bool(norm), KIND=kind,
+            S=S, P=self._flat.shape[1], IN=IN, OUT=OUT, NORMED=bool(norm), GATED=gated, ADDED=added,
             PRECISION=self._precision,
             EVEN=not (S % tile.rows or OUT % tile.outputs or IN % tile.inputs),
             BM=tile.rows, BN=tile.outputs, BK=tile.inputs, num_warps=tile.warps, num_stages=4,

@@ -103,17 +103,6 @@ class KVCache:
         ]
         self.values = [torch.zeros_like(key) for key in self.keys]
 
-    def grow(self, max_len: int) -> None:
-        """Make every row at least this long; what is cached stays."""
-        if max_len <= self.max_len:
-            return
-        for buffers in (self.keys, self.values):
-            for i, old in enumerate(buffers):
-                rows, heads, length, width = old.shape
-                buffers[i] = old.new_zeros(rows, heads, max_len, width)
-                buffers[i][:, :, :length] = old
-        self.max_len = max_len
-
     def move(self, source: Tensor, target: Tensor, width: int) -> None:
         """Copy the first `width` positions of rows `source` onto rows `target` (index tensors)."""
         for buffers in (self.keys, self.values):

@@ -10,14 +10,7 @@ With `TRITON_INTERPRET=1` set before import the kernels run on a CPU, slowly: th
 import triton
 import triton.language as tl
 
-__all__ = ["ADD", "GATE", "STORE", "attend", "begin", "head", "project", "sample"]
-
-STORE = 0
-"""`project` writes its product."""
-ADD = 1
-"""It adds the product to the residual stream."""
-GATE = 2
-"""It writes silu(gate) * up, whose rows stand one half after the other."""
+__all__ = ["attend", "begin", "head", "project", "sample"]
 
 
 @triton.jit
@@ -28,6 +21,56 @@ def _read(at, mask, EVEN: tl.constexpr):
     else:
         found = tl.load(at, mask=mask, other=0.0)
     return found
+
+
+@triton.jit
+def _product(
+    source,  # [R, IN]
+    weights,  # [OUT (twice when GATED), IN] of the rows' lane
+    norm,  # [IN] of the rows' lane, used when NORMED
+    eps,
+    row,
+    real,  # which rows there are
+    out,
+    known,  # which outputs there are
+    IN: tl.constexpr,
+    OUT: tl.constexpr,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Rows times weights, and times the second half of them when GATED, after an RMS norm or not.
+
+    The norm's weight scales the row before the product and its inverse root mean square after it, so that one
+    pass over the row does both.
+    """
+    product = tl.zeros((BM, BN), tl.float32)
+    other = tl.zeros((BM, BN), tl.float32)
+    square = tl.zeros((BM,), tl.float32)
+    kind = weights.dtype.element_ty
+    for start in range(0, IN, BK):
+        k = start + tl.arange(0, BK)
+        inside = k < IN
+        seen = inside[:, None] & known[None, :]
+        a = _read(source + row[:, None] * IN + k[None, :], real[:, None] & inside[None, :], EVEN)
+        if NORMED:
+            square += tl.sum(a * a, 1)
+            a = a * _read(norm + k, inside, EVEN).to(tl.float32)[None, :]
+        a = a.to(kind)
+        at = weights + out[None, :] * IN + k[:, None]
+        product = tl.dot(a, _read(at, seen, EVEN), product, input_precision=PRECISION)
+        if GATED:
+            b = _read(at + OUT * IN, seen, EVEN)
+            other = tl.dot(a, b, other, input_precision=PRECISION)
+    if NORMED:
+        inverse = tl.rsqrt(square / IN + eps)[:, None]
+        product *= inverse
+        other *= inverse
+    return product, other
 
 
 @triton.jit
@@ -64,25 +107,22 @@ def project(
     active,  # [R]
     first,
     eps,
-    weight_at,  # offset of the weights [OUT (twice for GATE), IN] in a lane's P
+    weight_at,  # offset of the weights in a lane's P
     norm_at,  # offset of the norm over the source, used when NORMED
     S: tl.constexpr,
     P: tl.constexpr,
     IN: tl.constexpr,
     OUT: tl.constexpr,
     NORMED: tl.constexpr,
-    KIND: tl.constexpr,
+    GATED: tl.constexpr,  # write silu(gate) * up, whose weights stand one half after the other
+    ADDED: tl.constexpr,  # add to the target, the residual stream
     PRECISION: tl.constexpr,
     EVEN: tl.constexpr,  # tiles end where rows, outputs and inputs do
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Rows times a lane's weights, after an RMS norm or not.
-
-    The norm's weight scales the row before the product and its inverse root mean square after it, so that one
-    pass over the row does both.
-    """
+    """One projection of every layer's four."""
     lane = (first + tl.program_id(2)).to(tl.int64)
     place = tl.program_id(1) * BM + tl.arange(0, BM)
     row = lane * S + place
@@ -90,36 +130,16 @@ def project(
     if tl.max(tl.load(active + row, mask=real, other=0), 0) > 0:
         out = tl.program_id(0) * BN + tl.arange(0, BN)
         known = out < OUT
-        weights = flat + lane * P + weight_at
-        product = tl.zeros((BM, BN), tl.float32)
-        other = tl.zeros((BM, BN), tl.float32)
-        square = tl.zeros((BM,), tl.float32)
-        for start in range(0, IN, BK):
-            k = start + tl.arange(0, BK)
-            inside = k < IN
-            seen = inside[:, None] & known[None, :]
-            rows = source + row[:, None] * IN + k[None, :]
-            a = _read(rows, real[:, None] & inside[None, :], EVEN)
-            if NORMED:
-                scale = _read(flat + lane * P + norm_at + k, inside, EVEN)
-                square += tl.sum(a * a, 1)
-                a = a * scale.to(tl.float32)[None, :]
-            a = a.to(flat.dtype.element_ty)
-            to = weights + out[None, :] * IN + k[:, None]
-            b = _read(to, seen, EVEN)
-            product = tl.dot(a, b, product, input_precision=PRECISION)
-            if KIND == 2:
-                b = _read(to + OUT * IN, seen, EVEN)
-                other = tl.dot(a, b, other, input_precision=PRECISION)
-        if NORMED:
-            inverse = tl.rsqrt(square / IN + eps)
-            product *= inverse[:, None]
-            other *= inverse[:, None]
-        if KIND == 2:
+        own = flat + lane * P
+        product, other = _product(
+            source, own + weight_at, own + norm_at, eps, row, real, out, known,
+            IN, OUT, NORMED, GATED, PRECISION, EVEN, BM, BN, BK,
+        )  # fmt: skip
+        if GATED:
             product = product * tl.sigmoid(product) * other
         to = target + row[:, None] * OUT + out[None, :]
         held = real[:, None] & known[None, :]
-        if KIND == 1:
+        if ADDED:
             product += tl.load(to, mask=held, other=0.0)
         tl.store(to, product.to(target.dtype.element_ty), mask=held)
 
@@ -245,23 +265,13 @@ def head(
         tile = tl.program_id(1)
         token = tile * BN + tl.arange(0, BN)
         known = token < V
-        weights = flat + lane * P + weight_at
-        product = tl.zeros((BM, BN), tl.float32)
-        square = tl.zeros((BM,), tl.float32)
-        for start in range(0, D, BK):
-            k = start + tl.arange(0, BK)
-            inside = k < D
-            rows = x + row[:, None] * D + k[None, :]
-            a = _read(rows, real[:, None] & inside[None, :], EVEN)
-            scale = _read(flat + lane * P + norm_at + k, inside, EVEN)
-            square += tl.sum(a * a, 1)
-            a = (a * scale.to(tl.float32)[None, :]).to(flat.dtype.element_ty)
-            to = weights + token[None, :] * D + k[:, None]
-            b = _read(to, inside[:, None] & known[None, :], EVEN)
-            product = tl.dot(a, b, product, input_precision=PRECISION)
+        own = flat + lane * P
+        product, _ = _product(
+            x, own + weight_at, own + norm_at, eps, row, real, token, known,
+            D, V, True, False, PRECISION, EVEN, BM, BN, BK,
+        )  # fmt: skip
         warmth = tl.load(temperature + row, mask=real, other=1.0)
-        inverse = tl.rsqrt(square / D + eps) / tl.where(warmth > 0, warmth, 1.0)
-        product *= inverse[:, None]
+        product /= tl.where(warmth > 0, warmth, 1.0)[:, None]
         product = tl.where(known[None, :], product, float("-inf"))
         top = tl.max(product, 1)
         tl.store(logits + row[:, None] * (T * BN) + token[None, :], product, mask=real[:, None])
