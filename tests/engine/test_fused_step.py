@@ -114,3 +114,17 @@ def test_an_odd_layout_takes_the_general_step() -> None:
     assert not FusedStep.serves(wide, torch.float32)
     assert not FusedStep.serves(_config(qk_norm=True), torch.float32)
     assert not FusedStep.serves(_config(head_dim=24), torch.float32)
+
+
+def test_kernels_that_cannot_be_built_leave_the_general_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_compiler(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    config = _config()
+    expected = _play(config, fused=False, dtype=torch.float32)
+    monkeypatch.setattr("nestling.engine.fused_step.FusedStep.step", no_compiler)
+    found = _play(config, fused=True, dtype=torch.float32)
+    assert "Failed to find C compiler" in caplog.text
+    assert np.array_equal(expected[0], found[0])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -144,24 +145,7 @@ class LaneDecoder:
         self._greedy = np.zeros(rows, bool)
         self._graphs: dict[_Launch, torch.cuda.CUDAGraph] = {}
         self._captured = self.plan.captured and self.device.type == "cuda"
-        self._fused: FusedStep | None = None
-        if self.plan.fused and FusedStep.serves(config, dtype):
-            buffers = RowBuffers(
-                ids=self._ids,
-                sampled=self._sampled,
-                logp=self._logp,
-                uniforms=self._uniforms,
-                temperature=self._temperature,
-                state=self._state,
-            )
-            self._fused = FusedStep(
-                config,
-                self._flat,
-                self._cache,
-                buffers,
-                num_rows=num_rows,
-                turn_end_id=turn_end_id,
-            )
+        self._fused = self._fused_step()
         self._event: torch.cuda.Event | None = None
         if self.device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -424,6 +408,35 @@ class LaneDecoder:
             self._cache,
             self._moved(rows).reshape(-1),
         )
+
+    def _fused_step(self) -> FusedStep | None:
+        """The kernels, built; None where the general step serves, or where they cannot be built."""
+        if not (self.plan.fused and FusedStep.serves(self.config, self._flat.dtype)):
+            return None
+        buffers = RowBuffers(
+            ids=self._ids,
+            sampled=self._sampled,
+            logp=self._logp,
+            uniforms=self._uniforms,
+            temperature=self._temperature,
+            state=self._state,
+        )
+        fused = FusedStep(
+            self.config,
+            self._flat,
+            self._cache,
+            buffers,
+            num_rows=self.num_rows,
+            turn_end_id=self.turn_end_id,
+        )
+        try:
+            fused.step(0, min(self.plan.lanes_per_launch, self.num_lanes))  # all rows sleep
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:  # no C compiler, say
+            _log.warning("no kernels for the decode step (%s); the general step is taken", error)
+            return None
+        return fused
 
     # --- views --------------------------------------------------------------------------------
 
