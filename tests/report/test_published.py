@@ -23,7 +23,9 @@ from nestling.report.published.quantities import QUANTITIES, Evidence
 pytestmark = pytest.mark.long
 
 RESULTS = Path(__file__).parents[2] / "results"
-KEPT = ("arc/arcs.toml", "pilots", "quick", "laptop", "bench", "agents", "calibration")
+KEPT = (
+    "arc/arcs.toml", "pilots", "quick", "laptop", "bench", "agents", "calibration", "open-model",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
