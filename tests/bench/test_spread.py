@@ -10,41 +10,22 @@ import textwrap
 import pytest
 
 
-def ended(body: str) -> subprocess.CompletedProcess[str]:
-    script = """
-        import atexit, os, signal
-        from nestling.bench.spread import closing_on_sigterm
-
-        def be_told_to_end():
-            os.kill(os.getpid(), signal.SIGTERM)
-    """
-    code = textwrap.dedent(script) + textwrap.dedent(body)
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False
-    )
-
-
 @pytest.mark.long
-def test_sigterm_closes_what_is_open() -> None:
-    done = ended(
-        """
-        with closing_on_sigterm():
-            try:
-                be_told_to_end()
-            finally:
-                print("closed")
-        """
-    )
-    assert (done.returncode, done.stdout) == (143, "closed\n")
+def test_sigterm_while_the_worker_closes_its_room_ends_it_without_a_traceback() -> None:
+    code = """
+        import atexit, os, signal, sys
+        from nestling.bench.spread import close_room
 
+        class ToldToEnd:
+            def close(self):
+                print("closing", flush=True)
+                os.kill(os.getpid(), signal.SIGTERM)
 
-@pytest.mark.long
-def test_sigterm_while_the_worker_leaves_ends_it_without_a_traceback() -> None:
-    done = ended(
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        atexit.register(close_room, ToldToEnd())
         """
-        atexit.register(be_told_to_end)
-        with closing_on_sigterm():
-            pass
-        """
-    )
-    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "")
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "closing\n", "")

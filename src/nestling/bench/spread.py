@@ -6,11 +6,13 @@ rubrics that pay mostly, or only, for the form of the answer.
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Final
@@ -27,9 +29,10 @@ from nestling.inner.spread import ReferenceJob, SpreadRow, reference_jobs, sprea
 from nestling.inner.statistics import mean_interval
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.template import EXACT_REWARD, TASKSET_PATH, template_job
-from nestling.wiring.rooms import Room
+from nestling.wiring.rooms import Room, running_stacks
+from nestling.wiring.state import make_state_folder
 
-__all__ = ["JOBS", "closing_on_sigterm", "measure", "summarise", "with_bad_rubric"]
+__all__ = ["JOBS", "close_room", "measure", "summarise", "with_bad_rubric"]
 
 JOBS: Final = (
     "template",
@@ -63,7 +66,7 @@ def measure(
         families: which ones.
         seeds: training seeds 0, 1, ...
         jobs: names out of `JOBS`.
-        workers: families measured at the same time, each in a process of its own.
+        workers: jobs of one family each that are measured at the same time, each in a process of its own.
 
     Raises:
         ConfigError: an unknown job, or the jail is missing.
@@ -116,53 +119,59 @@ def summarise(rows: Sequence[SpreadRow]) -> dict[str, Any]:
 def _all_rows(
     config: RunConfig, families: Sequence[str], seeds: int, jobs: Sequence[str], workers: int
 ) -> Iterator[SpreadRow]:
-    if workers == 1 or len(families) == 1:
-        for family in families:
-            yield from _family_rows(config, family, seeds, jobs)
+    asked = [(family, job, seeds) for family in families for job in JOBS if job in jobs]
+    if workers == 1:
+        with room_here(config) as room:
+            for one in asked:
+                yield _row(room, *one)
         return
-    asked = [(config, family, seeds, jobs) for family in families]
-    slots = min(workers, len(families))
-    # Leaving the block ends the workers, so an interruption of this process alone is enough.
-    with multiprocessing.get_context("spawn").Pool(slots, initializer=_leave_to_parent) as pool:
-        for rows in pool.imap(_worker_rows, asked):
-            yield from rows
+    make_state_folder()
+    with (
+        tempfile.TemporaryDirectory(prefix="nestling-spread-") as scratch,
+        running_stacks(config, Path(scratch) / "logs") as stacks,
+        # Leaving the block ends the workers, so an interruption of this process alone is enough.
+        multiprocessing.get_context("spawn").Pool(
+            min(workers, len(asked)), _open_room, (config, scratch, stacks)
+        ) as pool,
+    ):
+        yield from pool.imap(_worker_row, asked, chunksize=1)
 
 
-def _leave_to_parent() -> None:
+_room: Room | None = None
+"""Of a worker process, for all jobs that it is given."""
+
+
+def _open_room(config: RunConfig, scratch: str, stacks: tuple[str, ...]) -> None:
+    """Called once in each worker process. SIGTERM leaves it as `SystemExit` would, so that its room closes."""
+    global _room
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-@contextmanager
-def closing_on_sigterm() -> Iterator[None]:
-    """SIGTERM leaves the block as `SystemExit` would, so that a room closes; after it, it just ends us.
-
-    Raised while Python exits, where a pool may still send it, it would be told as an error.
-    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _room = Room(config, make_state_folder(), Path(scratch) / "models", stacks)
+    atexit.register(close_room, _room)
 
 
-def _worker_rows(asked: tuple[RunConfig, str, int, Sequence[str]]) -> list[SpreadRow]:
+def close_room(room: Room) -> None:
+    """SIGTERM now just ends the process: raised while Python exits, it would be told as an error."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    room.close()
+
+
+def _worker_row(asked: tuple[str, str, int]) -> SpreadRow:
     """Errors with more than a text do not survive the way to another process."""
+    assert _room is not None
     try:
-        with closing_on_sigterm():
-            return _family_rows(*asked)
+        return _row(_room, *asked)
     except ConfigError:
         raise
     except NestlingError as error:
-        raise NestlingError(f"{asked[1]}: {error}") from None
+        raise NestlingError(f"{asked[0]} {asked[1]}: {error}") from None
 
 
-def _family_rows(
-    config: RunConfig, family: str, seeds: int, jobs: Sequence[str]
-) -> list[SpreadRow]:
-    """One family in a room of its own."""
-    with room_here(config) as room:
-        references = [one for one in _references(family, room) if one.name in jobs]
-        return list(spread({family: references}, range(seeds), room.context, _tell))
+def _row(room: Room, family: str, job: str, seeds: int) -> SpreadRow:
+    """One job of one family, once per seed."""
+    references = [one for one in _references(family, room) if one.name == job]
+    (row,) = spread({family: references}, range(seeds), room.context, _tell)
+    return row
 
 
 def _references(family: str, room: Room) -> list[ReferenceJob]:

@@ -86,7 +86,7 @@ def list_benchmarks() -> int:
 @click.option("--jobs", metavar="A,B,...", help="Some of the reference jobs only.")
 @click.option(
     "--workers", type=click.IntRange(1, 1024), metavar="N",
-    help="Families measured at the same time; default: one per core.",
+    help="Jobs measured at the same time; default: one per core.",
 )  # fmt: skip
 def spread(
     families: str,
