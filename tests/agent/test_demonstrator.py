@@ -93,6 +93,22 @@ def test_nearly_every_demonstration_writes_settings(played: list[EpisodeResult])
     assert with_table / len(played) > 0.9
 
 
+def test_who_saw_the_scores_takes_the_higher_base_more_often() -> None:
+    async def play() -> list[EpisodeResult]:
+        scores = ({"nano": 0.6, "micro": 0.01}, {"nano": 0.4, "micro": 0.45})
+        return [await _play(index, PaperRunner(scores[index % 2])) for index in range(400)]
+
+    agreed: dict[bool, list[bool]] = {True: [], False: []}
+    for index, result in enumerate(asyncio.run(play())):
+        written = "\n".join(turn.text for turn in result.turns[2:])
+        if "base_model" in written:
+            better = ("nano", "micro")[index % 2]
+            agreed["get_baseline_scores" in written].append(f'base_model = \\"{better}' in written)
+    looked, blind = agreed[True], agreed[False]
+    assert 0.72 < sum(looked) / len(looked) < 0.88
+    assert 0.38 < sum(blind) / len(blind) < 0.62
+
+
 def test_the_warm_start_shows_no_held_out_family(corpus: tuple[Corpus, Tokenizer]) -> None:
     rows, tokenizer = corpus
     texts = [tokenizer.decode(rows.row(index)[0]) for index in range(len(rows))]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from nestling.core.clock import SystemClock
 from nestling.core.errors import ConfigError, FleetError, LearnerError, StoreError
@@ -371,3 +372,25 @@ async def test_damaged_progress_is_said(store, writer):
     store.set_meta("outer.progress", "{")
     with pytest.raises(StoreError, match="progress"):
         await StoreLog(writer).progress()
+
+
+async def test_epochs_repeat_the_update_on_the_same_batch(table_learner, game_player, store):
+    learner = table_learner()
+    reports = []
+    settings = config(steps=5, epochs=3, loss="ppo_clip", max_staleness=1)
+    await run(settings, learner, game_player(learner), store, on_step=reports.append)
+    assert learner.version == reports[-1].version == 15
+    for step in range(5):
+        first, *others = learner.updates[3 * step : 3 * step + 3]
+        assert all(one == first for one in others)
+    # Staleness is told in steps, and three updates of one batch do not make the next one too stale.
+    assert max(report.staleness_max for report in reports) <= 1
+    assert not any(report.groups.over_stale for report in reports)
+    rates = [settings.learning_rate_at(update) for update in (2, 5, 8, 11, 14)]
+    assert [report.update.learning_rate for report in reports] == rates
+    assert abs(reports[1].update.kl_sampler) > 0
+
+
+def test_epochs_need_a_clipped_loss():
+    with pytest.raises(ValidationError, match="expected 'ppo_clip'"):
+        config(epochs=2, loss="importance_sampling")

@@ -23,6 +23,7 @@ __all__ = ["DemoRates", "Demonstrator", "script"]
 
 _TASKSET: Final = "environment/taskset.py"
 _BASES: Final = ("nano", "micro")
+_LOOK: Final = render_call("get_baseline_scores", {})
 _RATES: Final = (
     ("1e-5", 0.12),
     ("3e-5", 0.16),
@@ -73,6 +74,10 @@ class DemoRates:
     """Share of jobs that set anything in [prime_rl] at all; what is left to learn is the values."""
     each_setting: float = 0.8
     """Share of the main keys that such a job sets."""
+    look: float = 0.6
+    """Asks for the untrained scores first."""
+    heed: float = 0.6
+    """Having seen them, takes the higher base; else, and without a look, a coin decides."""
 
 
 @dataclass(slots=True)
@@ -97,8 +102,10 @@ class _Draft:
 def script(rng: random.Random, rates: DemoRates) -> Generator[str, str, None]:
     """One episode: yields turn texts, is sent tool results; ends after an accepted job."""
     draft = _draft(rng, rates)
-    for call in _look_around(rng):
-        yield call
+    for call in _look_around(rng, rates):
+        result = yield call
+        if call == _LOOK and rng.random() < rates.heed:
+            draft.base = _higher(result)
     for call in _first_version(draft, rng):
         yield call
     while True:
@@ -117,7 +124,7 @@ class Demonstrator:
 
     def begin(self, prompt: AgentPrompt, seed: int) -> _DemoSession:
         """A fresh episode."""
-        del prompt  # every decision is random; nothing the prompt says would change it
+        del prompt  # its choices are random, or answer a tool
         return _DemoSession(script(random.Random(seed), self._rates))
 
 
@@ -254,16 +261,22 @@ def _slip_line(draft: _Draft, rng: random.Random, slip: str) -> None:
         draft.slips["rubric"] = (_TASKSET, draft.reward.replace(wrong + "\n", right + "\n", 1), "")
 
 
-def _look_around(rng: random.Random) -> list[str]:
+def _look_around(rng: random.Random, rates: DemoRates) -> list[str]:
     calls = []
-    if rng.random() < 0.5:
-        calls.append(render_call("get_baseline_scores", {}))
+    if rng.random() < rates.look:
+        calls.append(_LOOK)
     if rng.random() < 0.15:
         calls.append(render_call("list_files", {}))
     if rng.random() < 0.06:
         calls.append(render_call("read_file", {"path": _TASKSET}))
     rng.shuffle(calls)
     return calls
+
+
+def _higher(scores: str) -> str:
+    """The base with the higher score, from lines such as `micro 0.61`."""
+    found = {name: float(score) for name, score in (line.split() for line in scores.splitlines())}
+    return max(found, key=lambda name: found[name])
 
 
 def _first_version(draft: _Draft, rng: random.Random) -> list[str]:

@@ -291,9 +291,9 @@ async def _play(plan: WarmStartPlan, first: int, last: int) -> list[tuple[TurnRe
 
 def _baselines(rng: random.Random) -> dict[str, float]:
     """Plausible scores, so that no number in them can be learnt by heart."""
-    better, worse = rng.uniform(0.2, 0.8), rng.uniform(0.5, 0.7)
+    better, worse = rng.uniform(0.15, 0.9), rng.uniform(0.0, 0.8)
     high, low = round(better, 2), round(better * worse, 2)
-    return {"nano": low, "micro": high} if rng.random() < 0.75 else {"nano": high, "micro": low}
+    return {"nano": low, "micro": high} if rng.random() < 0.5 else {"nano": high, "micro": low}
 
 
 def _plain_text(turns: Sequence[TurnRecord]) -> str:

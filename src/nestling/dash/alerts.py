@@ -149,7 +149,7 @@ def _staleness(data: RunData) -> Iterator[Alert]:
             code="staleness.over",
             level="warning",
             title="Episodes are staler than planned",
-            text=f"Up to {worst} updates between playing and learning{limit} in "
+            text=f"Up to {worst} training steps between playing and learning{limit} in "
             f"{_the_last(last)}; {over} groups were used all the same, {dropped} were dropped. "
             f"Fewer parallel episodes or more workers help.",
             view="steps",

@@ -81,7 +81,7 @@ def build_batch(
     over_stale: Literal["clip", "drop"],
     std_normalise: bool,
 ) -> Batch:
-    """Rows for the update that turns weights `version` into `version + 1`."""
+    """Rows for the next update of weights `version`; `max_staleness` counts updates."""
     rows: list[TrainRow] = []
     fate: dict[str, list[int]] = {
         name: [] for name in ("used", "constant", "short", "dropped", "over_stale")

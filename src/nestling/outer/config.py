@@ -40,7 +40,7 @@ class OuterConfig(Frozen):
     group_size: int = Field(8, ge=2, le=256)
     """Episodes of the same task whose rewards are compared with each other."""
     max_staleness: int = Field(1, ge=0, le=16)
-    """Updates a group may lag behind by design; 0 is strictly on-policy."""
+    """Training steps a group may lag behind by design; 0 is strictly on-policy."""
     over_stale: Literal["clip", "drop"] = "clip"
     """A group staler than that: train the step with `ppo_clip`, or leave the group out."""
     max_parallel_episodes: int = Field(16, ge=1, le=100_000)
@@ -50,6 +50,8 @@ class OuterConfig(Frozen):
 
     loss: LossKind = "importance_sampling"
     """Of the policy gradient; stale groups may need `ppo_clip`, see `over_stale`."""
+    epochs: int = Field(1, ge=1, le=16)
+    """Updates made from each batch, all on the whole of it; more than one needs `ppo_clip`."""
     clip: float = Field(0.2, gt=0, lt=1)
     """Half width of the ratio interval of `ppo_clip`."""
     kl_coef: float = Field(0.03, ge=0)
@@ -75,6 +77,15 @@ class OuterConfig(Frozen):
             raise ValueError(
                 f"max_turn_tokens={self.max_turn_tokens} must be below "
                 f"max_total_tokens={self.max_total_tokens}; lower the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _epochs_are_clipped(self) -> OuterConfig:
+        if self.epochs > 1 and self.loss != "ppo_clip":
+            raise ValueError(
+                f"epochs={self.epochs} with loss={self.loss!r}; expected 'ppo_clip', because after its "
+                "first update the policy is no longer the one that sampled; choose it as outer.loss"
             )
         return self
 

@@ -80,7 +80,7 @@ async def train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Update:
-    """One update and what it reported; None for a skipped step."""
+    """The last update of a step and what it reported; None for a skipped step."""
 
     loss: LossStats
     step: StepStats
@@ -282,7 +282,7 @@ class _Run:
         batch = build_batch(
             groups,
             version=progress.version,
-            max_staleness=config.max_staleness,
+            max_staleness=config.max_staleness * config.epochs,
             over_stale=config.over_stale,
             std_normalise=config.std_normalise,
         )
@@ -340,8 +340,10 @@ class _Run:
             kl_coef=config.kl_coef,
             temperature=config.temperature,
         )
-        stats = await self._learner.forward_backward(batch.rows, loss)
-        done = await self._learner.optim_step(config.learning_rate_at(self._progress.version))
+        version = self._progress.version
+        for epoch in range(config.epochs):
+            stats = await self._learner.forward_backward(batch.rows, loss)
+            done = await self._learner.optim_step(config.learning_rate_at(version + epoch))
         return _Update(loss=stats, step=done)
 
 

@@ -16,7 +16,7 @@ __all__ = ["GroupCounts", "GroupFate", "StepReport", "UpdateStats", "step_report
 
 
 class UpdateStats(Frozen):
-    """What the learner reported of one update; None where it cannot tell."""
+    """What the learner reported of a step's last update; None where it cannot tell."""
 
     loss: float
     num_tokens: int
@@ -82,7 +82,7 @@ class StepReport(Frozen):
     update: UpdateStats | None
     """None when skipped."""
     staleness_mean: float
-    """Updates between sampling and training, mean over the finished episodes."""
+    """Training steps between sampling and training, mean over the finished episodes."""
     staleness_max: int
     agent_tokens: int
     """Tokens the policy sampled."""
@@ -107,8 +107,8 @@ def step_report(
 ) -> StepReport:
     """The record of a step; `seconds` are those of the whole step and of its update."""
     episodes = [episode for group in groups for episode in group.episodes]
-    trained_version = version - (1 if update else 0)
-    staleness = [trained_version - episode.version for episode in episodes]
+    trained_version = version - (config.epochs if update else 0)
+    staleness = [(trained_version - episode.version) // config.epochs for episode in episodes]
     return StepReport(
         step=step,
         version=version,

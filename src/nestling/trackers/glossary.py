@@ -70,7 +70,7 @@ STEP_METRICS: tuple[Metric, ...] = (
     Metric(
         "outer/dead_episodes", "episodes that the machinery broke", lambda one: one.dead_episodes
     ),
-    Metric("outer/staleness_mean", "updates between playing and learning, mean",
+    Metric("outer/staleness_mean", "training steps between playing and learning, mean",
            lambda one: one.staleness_mean),
     Metric("outer/staleness_max", "the most of them", lambda one: one.staleness_max),
     Metric("outer/agent_tokens", "tokens that the agent sampled", lambda one: one.agent_tokens),

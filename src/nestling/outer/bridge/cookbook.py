@@ -193,7 +193,7 @@ async def train_with_cookbook(
 ) -> None:
     """The cookbook's own loop over our episodes; resumes from its own checkpoints in `log_path`.
 
-    Settings that our loop has and the cookbook's has not are left out: warm-up, `kl_coef`, what becomes
+    Settings that our loop has and the cookbook's has not are left out: warm-up, `epochs`, `kl_coef`, what becomes
     of groups that are too stale.
     """
     from tinker_cookbook.rl import train

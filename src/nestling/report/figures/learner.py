@@ -37,7 +37,7 @@ _HEALTH: tuple[tuple[str, dict[str, _Get]], ...] = (
         {"grad_norm": lambda row: row.report.update.grad_norm if row.report.update else None},
     ),
     (
-        "staleness (updates)",
+        "staleness (steps)",
         {
             "staleness_mean": lambda row: row.report.staleness_mean,
             "staleness_max": lambda row: float(row.report.staleness_max),
