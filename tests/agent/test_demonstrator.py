@@ -105,7 +105,7 @@ def test_who_saw_the_scores_takes_the_higher_base_more_often() -> None:
             better = ("nano", "micro")[index % 2]
             agreed["get_baseline_scores" in written].append(f'base_model = \\"{better}' in written)
     looked, blind = agreed[True], agreed[False]
-    assert 0.72 < sum(looked) / len(looked) < 0.88
+    assert 0.88 < sum(looked) / len(looked) < 0.99
     assert 0.38 < sum(blind) / len(blind) < 0.62
 
 

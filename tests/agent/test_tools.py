@@ -83,8 +83,17 @@ def test_schemas_have_the_openai_form() -> None:
         assert argument_problem(schema["function"]["name"], arguments) is None
 
 
-async def test_baselines_are_rounded_lines(tools: AgentTools) -> None:
+async def test_baselines_are_rounded_lines_with_the_best_base_first(
+    tools: AgentTools, runner: JobRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert await tools.call("get_baseline_scores", {}) == "micro 0.26\nnano 0.17"
+
+    async def baselines(family: str) -> dict[str, float]:
+        return {"micro": 0.014, "nano": 0.6, family: 0.6}
+
+    monkeypatch.setattr(runner, "baselines", baselines)
+    told = await tools.call("get_baseline_scores", {})
+    assert told == "ledger 0.60\nnano 0.60\nmicro 0.01"
 
 
 async def test_files_are_listed_one_a_line(tools: AgentTools) -> None:

@@ -74,9 +74,9 @@ class DemoRates:
     """Share of jobs that set anything in [prime_rl] at all; what is left to learn is the values."""
     each_setting: float = 0.8
     """Share of the main keys that such a job sets."""
-    look: float = 0.6
+    look: float = 0.5
     """Asks for the untrained scores first."""
-    heed: float = 0.6
+    heed: float = 0.9
     """Having seen them, takes the higher base; else, and without a look, a coin decides."""
 
 

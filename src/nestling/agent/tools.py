@@ -108,7 +108,8 @@ class AgentTools:
     async def _baselines(self) -> str:
         async with stage("runner", self._limits.baselines_s):
             scores = await self._runner.baselines(self._family)
-        return "\n".join(f"{name} {score:.2f}" for name, score in sorted(scores.items()))
+        best_first = sorted(scores.items(), key=lambda one: (-one[1], one[0]))
+        return "\n".join(f"{name} {score:.2f}" for name, score in best_first)
 
     async def _submit(self) -> str:
         if self.accepted is not None:
