@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestling.agent.job_runner import JobRunner
+from nestling.agent.paper_probe import PaperRunner
 from nestling.agent.prompt import PromptRules
 from nestling.agent.stage import StageFailedError
 from nestling.agent.starting_files import TASKSET_PATH, episode_examples, workspace_files
@@ -83,17 +84,12 @@ def test_schemas_have_the_openai_form() -> None:
         assert argument_problem(schema["function"]["name"], arguments) is None
 
 
-async def test_baselines_are_rounded_lines_with_the_best_base_first(
-    tools: AgentTools, runner: JobRunner, monkeypatch: pytest.MonkeyPatch
+async def test_baselines_are_rounded_lines_after_the_best_base(
+    tools: AgentTools, workspace: Workspace
 ) -> None:
-    assert await tools.call("get_baseline_scores", {}) == "micro 0.26\nnano 0.17"
-
-    async def baselines(family: str) -> dict[str, float]:
-        return {"micro": 0.014, "nano": 0.6, family: 0.6}
-
-    monkeypatch.setattr(runner, "baselines", baselines)
-    told = await tools.call("get_baseline_scores", {})
-    assert told == "ledger 0.60\nnano 0.60\nmicro 0.01"
+    assert await tools.call("get_baseline_scores", {}) == "best: micro\nmicro 0.26\nnano 0.17"
+    others = AgentTools(workspace, "ledger", PaperRunner({"micro": 0.014, "nano": 0.6, "b": 0.6}))
+    assert await others.call("get_baseline_scores", {}) == "best: b\nb 0.60\nmicro 0.01\nnano 0.60"
 
 
 async def test_files_are_listed_one_a_line(tools: AgentTools) -> None:

@@ -166,7 +166,7 @@ async def test_another_answer_forgets_what_was_said_after_it(make_runner: Any) -
     result = await play(token_policy(again), Improved(), log)
     assert again.seeds[0] == asked.seeds[place + 1]
     assert result == await play(token_policy(Caller()), Improved())
-    assert log.turns[place].answer == "nano 0.90"
+    assert log.turns[place].answer == "best: nano\nnano 0.90"
     assert len(log.turns) == result["num_turns"]
 
 

@@ -102,11 +102,15 @@ class _Draft:
 def script(rng: random.Random, rates: DemoRates) -> Generator[str, str, None]:
     """One episode: yields turn texts, is sent tool results; ends after an accepted job."""
     draft = _draft(rng, rates)
-    for call in _look_around(rng, rates):
-        result = yield call
-        if call == _LOOK and rng.random() < rates.heed:
-            draft.base = _higher(result)
-    for call in _first_version(draft, rng):
+    for call in _look_around(rng):
+        yield call
+    looks = rng.random() < rates.look
+    if looks:
+        scores = yield _LOOK
+        if rng.random() < rates.heed:
+            draft.base = _higher(scores)
+    # Who looks decides at once: a copy over a few tokens is learnt, one across a whole file was not.
+    for call in _first_version(draft, rng, base_first=looks):
         yield call
     while True:
         result = yield render_call("submit_job", {})
@@ -261,10 +265,8 @@ def _slip_line(draft: _Draft, rng: random.Random, slip: str) -> None:
         draft.slips["rubric"] = (_TASKSET, draft.reward.replace(wrong + "\n", right + "\n", 1), "")
 
 
-def _look_around(rng: random.Random, rates: DemoRates) -> list[str]:
+def _look_around(rng: random.Random) -> list[str]:
     calls = []
-    if rng.random() < rates.look:
-        calls.append(_LOOK)
     if rng.random() < 0.15:
         calls.append(render_call("list_files", {}))
     if rng.random() < 0.06:
@@ -274,12 +276,11 @@ def _look_around(rng: random.Random, rates: DemoRates) -> list[str]:
 
 
 def _higher(scores: str) -> str:
-    """The base with the higher score, from lines such as `micro 0.61`."""
-    found = {name: float(score) for name, score in (line.split() for line in scores.splitlines())}
-    return max(found, key=lambda name: found[name])
+    """The base that the answer names first: `best: micro`."""
+    return scores.splitlines()[0].removeprefix("best: ")
 
 
-def _first_version(draft: _Draft, rng: random.Random) -> list[str]:
+def _first_version(draft: _Draft, rng: random.Random, *, base_first: bool) -> list[str]:
     gap = draft.slips.get("gap", ("", "", ""))[1]
     calls = []
     if gap != RANGE_GAP:
@@ -288,7 +289,7 @@ def _first_version(draft: _Draft, rng: random.Random) -> list[str]:
         calls.append(_edit(_TASKSET, REWARDS_GAP, draft.reward))
     if "forget" not in draft.slips:
         toml = render_call("write_file", {"path": "job.toml", "content": draft.toml()})
-        calls.insert(0 if rng.random() < 0.3 else len(calls), toml)
+        calls.insert(0 if base_first or rng.random() < 0.3 else len(calls), toml)
     return calls
 
 

@@ -153,7 +153,7 @@ the trained model is scored on a hidden eval that you never see.
 
 - Write {WRITABLE_HINT}. {READ_ONLY_HINT} are read-only.
 - At most {limits.max_files} files, {limits.max_file_bytes} bytes a file, {limits.max_total_bytes} in all.
-- get_baseline_scores() gives the untrained score of each base model, best first.
+- get_baseline_scores() names the best untrained base model and gives the score of each.
 - submit_job() freezes the folder and probes it. Problems come back as messages; after
   {weights.max_attempts} failed submissions the episode ends. The first valid one is trained.
 - At most {rules.max_turns} turns, one tool call each. A turn without a call ends the episode.

@@ -9,7 +9,7 @@ __all__ = ["TOOL_NAMES", "TOOL_SCHEMAS", "argument_problem", "tool_line"]
 
 _TOOLS: Final[dict[str, tuple[str, dict[str, str]]]] = {
     "get_baseline_scores": (
-        "Hidden-eval score of every untrained base model, best first, two decimals.",
+        "The best untrained base model by its hidden-eval score, and the scores of all, two decimals.",
         {},
     ),
     "list_files": ("Paths of all files in the workspace.", {}),

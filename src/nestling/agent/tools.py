@@ -108,8 +108,10 @@ class AgentTools:
     async def _baselines(self) -> str:
         async with stage("runner", self._limits.baselines_s):
             scores = await self._runner.baselines(self._family)
-        best_first = sorted(scores.items(), key=lambda one: (-one[1], one[0]))
-        return "\n".join(f"{name} {score:.2f}" for name, score in best_first)
+        told = [f"{name} {score:.2f}" for name, score in sorted(scores.items())]
+        # Named once more than the others: without this a small agent never learnt to compare.
+        best = min(scores, key=lambda name: (-scores[name], name))
+        return "\n".join([f"best: {best}", *told])
 
     async def _submit(self) -> str:
         if self.accepted is not None:
