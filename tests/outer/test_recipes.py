@@ -47,7 +47,15 @@ def test_the_open_agent_keeps_to_the_protocol_of_the_arc():
     assert open_agent.learner.lora_rank > 0
     outer = open_agent.outer
     assert (outer.steps, outer.groups_per_step * outer.group_size) == (12, 16)
-    for key in ("loss", "epochs", "kl_coef", "std_normalise", "temperature", "clip", "max_staleness"):
+    for key in (
+        "loss",
+        "epochs",
+        "kl_coef",
+        "std_normalise",
+        "temperature",
+        "clip",
+        "max_staleness",
+    ):
         assert getattr(outer, key) == getattr(arc.outer, key)
     assert open_agent.reward == arc.reward
     assert open_agent.families == arc.families
