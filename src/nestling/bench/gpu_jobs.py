@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -16,24 +15,22 @@ from typing import Any, Final
 
 from nestling.bench.gpu_shapes import Sizes
 from nestling.bench.progress import tell
+from nestling.bench.room import open_worker_room, worker_room
 from nestling.config import RunConfig
 from nestling.families.registry import TRAINING
-from nestling.inner.baselines import state_folder
 from nestling.inner.run import run_job
 from nestling.jobs.bounds import SMALL
 from nestling.jobs.bundle import Bundle
 from nestling.jobs.manifest import JobManifest, render_manifest
 from nestling.jobs.outcome import Outcome, StepRecord
 from nestling.jobs.template import template_job
-from nestling.wiring.rooms import Room, running_stacks
+from nestling.wiring.rooms import running_stacks
 
 __all__ = ["batch", "jobs_of"]
 
 _BOUNDS: Final = replace(SMALL, max_rollouts=2048)
 """Ten steps of 128 rollouts are more than a small job of a run may take."""
 
-_room: Room | None = None
-"""Of a worker process."""
 _start: Barrier | None = None
 
 
@@ -92,20 +89,18 @@ def jobs_of(count: int, sizes: Sizes) -> list[Bundle]:
 
 def _open(config: RunConfig, scratch: str, stacks: tuple[str, ...], start: Barrier) -> None:
     """Called once in each worker process."""
-    global _room, _start
+    global _start
     _start = start
-    _room = Room(config, state_folder(), Path(scratch) / "models", stacks)
-    atexit.register(_room.close)
-    _room.warm()
+    open_worker_room(config, scratch, stacks)
+    worker_room().warm()
 
 
 def _warm(number: int) -> str:
     """Wait until this worker's scorer is ready; every worker takes one of these calls."""
-    assert _room is not None
     assert _start is not None
     del number
     try:
-        fingerprint = _room.context.scorer.fingerprint()
+        fingerprint = worker_room().context.scorer.fingerprint()
     except BaseException:
         _start.abort()  # the others would wait for this one for ever
         raise
@@ -114,9 +109,8 @@ def _warm(number: int) -> str:
 
 
 def _run(bundle: Bundle, number: int) -> Outcome:
-    assert _room is not None
     family = TRAINING[number % len(TRAINING)]
-    context = replace(_room.context, bounds=_BOUNDS, seed=number, keep_models=False)
+    context = replace(worker_room().context, bounds=_BOUNDS, seed=number, keep_models=False)
     return run_job(bundle, family, context, _ignore)
 
 

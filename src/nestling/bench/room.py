@@ -1,8 +1,11 @@
-"""A machine room in this process, without workers: for one job, one episode, one benchmark."""
+"""A machine room in this process: for one job, one episode, one benchmark, or as one of its worker processes."""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +21,7 @@ from nestling.jobs.probe_report import ProbeReport
 from nestling.wiring.rooms import Room, running_stacks
 from nestling.wiring.state import SECRET_FILE, make_state_folder
 
-__all__ = ["RoomRunner", "room_here"]
+__all__ = ["RoomRunner", "open_worker_room", "room_here", "worker_room"]
 
 _T = TypeVar("_T")
 
@@ -46,6 +49,33 @@ def room_here(config: RunConfig, models: Path | None = None) -> Iterator[Room]:
             yield room
         finally:
             room.close()
+
+
+_worker_room: Room | None = None
+
+
+def open_worker_room(config: RunConfig, scratch: str, stacks: tuple[str, ...]) -> None:
+    """Called once in each worker process of a benchmark: a room for all jobs that it is given.
+
+    Ctrl-C is left to the parent. SIGTERM leaves the process as `SystemExit` would, so that the room closes.
+    """
+    global _worker_room
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    _worker_room = Room(config, make_state_folder(), Path(scratch) / "models", stacks)
+    atexit.register(_close_worker_room)
+
+
+def worker_room() -> Room:
+    """The one that `open_worker_room` opened in this process."""
+    assert _worker_room is not None
+    return _worker_room
+
+
+def _close_worker_room() -> None:
+    """SIGTERM now just ends the process: raised while Python exits, it would be told as an error."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    worker_room().close()
 
 
 class RoomRunner:

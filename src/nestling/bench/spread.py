@@ -6,10 +6,7 @@ rubrics that pay mostly, or only, for the form of the answer.
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
-import signal
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +17,7 @@ from typing import Any, Final
 from nestling.agent.rubrics import RUBRICS, render_rubric
 from nestling.bench.progress import tell
 from nestling.bench.record import Measured
-from nestling.bench.room import room_here
+from nestling.bench.room import open_worker_room, room_here, worker_room
 from nestling.config import RunConfig
 from nestling.core.errors import ConfigError, NestlingError
 from nestling.core.seeds import stream
@@ -32,7 +29,7 @@ from nestling.jobs.template import EXACT_REWARD, TASKSET_PATH, template_job
 from nestling.wiring.rooms import Room, running_stacks
 from nestling.wiring.state import make_state_folder
 
-__all__ = ["JOBS", "close_room", "measure", "summarise", "with_bad_rubric"]
+__all__ = ["JOBS", "measure", "summarise", "with_bad_rubric"]
 
 JOBS: Final = (
     "template",
@@ -131,36 +128,16 @@ def _all_rows(
         running_stacks(config, Path(scratch) / "logs") as stacks,
         # Leaving the block ends the workers, so an interruption of this process alone is enough.
         multiprocessing.get_context("spawn").Pool(
-            min(workers, len(asked)), _open_room, (config, scratch, stacks)
+            min(workers, len(asked)), open_worker_room, (config, scratch, stacks)
         ) as pool,
     ):
         yield from pool.imap(_worker_row, asked, chunksize=1)
 
 
-_room: Room | None = None
-"""Of a worker process, for all jobs that it is given."""
-
-
-def _open_room(config: RunConfig, scratch: str, stacks: tuple[str, ...]) -> None:
-    """Called once in each worker process. SIGTERM leaves it as `SystemExit` would, so that its room closes."""
-    global _room
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    _room = Room(config, make_state_folder(), Path(scratch) / "models", stacks)
-    atexit.register(close_room, _room)
-
-
-def close_room(room: Room) -> None:
-    """SIGTERM now just ends the process: raised while Python exits, it would be told as an error."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    room.close()
-
-
 def _worker_row(asked: tuple[str, str, int]) -> SpreadRow:
     """Errors with more than a text do not survive the way to another process."""
-    assert _room is not None
     try:
-        return _row(_room, *asked)
+        return _row(worker_room(), *asked)
     except ConfigError:
         raise
     except NestlingError as error:
